@@ -177,11 +177,12 @@ class DraftsConfig(Section, frozen=True):
 
     title = "drafts"
 
-    source: Literal["off", "own", "grouped", "random"] = "grouped"
+    source: Literal["off", "own", "grouped", "random", "late"] = "grouped"
     """Whose tokens drafts come from: `own`, the request's; `grouped`, those of its whole group, from all
     engines.
 
-    `random`: random tokens, for `seer verify`: not even such drafts change a token.
+    For `seer verify`, as not even these change a token: `random` tokens; `late`, as `grouped`, but drafts come late
+    or not at all.
     """
     max_draft: Annotated[int, Within(1, MAX_DRAFT, "to draft nothing, set drafts.source to off")] = 8
     """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""

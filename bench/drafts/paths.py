@@ -3,7 +3,8 @@
 The tail of rollouts: of each group, seven responses are known to its tree, and the eighth is generated,
 with 1, 2, 4 and 8 of them running at once. Runs are interleaved; all must give the same tokens. Seconds
 are the process's CPU time. `cap` lets the policy choose path_rows by measured costs; `free` takes rows to
-cost nothing, which shows what several paths bring where rows are free.
+cost nothing, which shows what several paths bring where rows are free. `steps` are the seconds of a step with
+1, 2 and 3 paths of equally many random drafts, of one request and of eight.
 
     python bench/drafts/paths.py --out draft_paths.json
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from lib.machine import machine
 from lib.paths import EXAMPLE
+from tokenizers import Tokenizer
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.policy.draft_budget import DraftBudget
@@ -32,7 +34,7 @@ from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
-GROUP, PATHS = 8, (1, 2, 4)
+GROUP, PATHS, STEP_PATHS = 8, (1, 2, 4), (1, 2, 3)
 FLAT = StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),))
 
 
@@ -54,16 +56,20 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, cache: str) -> None:
         core = max(os.sched_getaffinity(0))
-        config = EngineConfig(kv_blocks=600, max_num_seqs=64, max_model_len=1024, cpu_cores=str(core))
+        config = EngineConfig(
+            kv_blocks=600, max_num_seqs=64, max_model_len=1024, cpu_cores=str(core),
+            model_runner=options.model_runner,
+        )  # fmt: skip
         drafts = DraftsConfig(max_draft=options.max_draft, max_paths=max(PATHS), cache=cache)
         self.backend = VllmBackend(config, SharedConfig(model=str(EXAMPLE / "model")), None, drafts)
         self.backend.start()
         worker = self.backend.core.engine_core.model_executor.driver_worker.worker
         self.proposer, self.rows = worker.model_runner.drafter, worker.seer_paths
+        self.most = options.max_draft
         self.costs: StepCosts = self.proposer.budget._costs
         self.sampling = SamplingParams(max_tokens=options.tokens, temperature=1.0)
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[: options.groups]
-        tokenizer = self.backend.core.tokenizer
+        tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
         self.prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
         self.known = self._known()
 
@@ -87,10 +93,9 @@ class Bench:
 
     def roll(self, batch: int, paths: int, costs: StepCosts) -> dict[str, float]:
         """Generate the last response of every group, `batch` at once, from trees as others left them."""
-        self.proposer.budget = DraftBudget(costs, self.proposer._drafts.shape[1])
+        self.proposer.budget = DraftBudget(costs, self.most)
         self.proposer.path_selector.most_paths = paths
-        self.rows.counters.clear()
-        steps, seconds, count = 0, 0.0, 0
+        steps, seconds, count, rows = 0, 0.0, 0, dict(self.rows.counters)
         before = self.backend.stats()
         for first in range(0, len(self.prompts), batch):
             groups = range(first, min(first + batch, len(self.prompts)))
@@ -107,14 +112,34 @@ class Bench:
             self.backend._drafting.clear()  # the tree of all groups, too
         after = self.backend.stats()
         verified = after.verifications - before.verifications
+        ran, won, torn = (
+            self.rows.counters.get(name, 0) - rows.get(name, 0) for name in ("rows", "won", "conflicts")
+        )
         return {
             "acceptance_length": count / verified,
             "tokens_per_second": count / seconds,
             "drafted_per_step": (after.drafted_tokens - before.drafted_tokens) / verified,
-            "siblings": self.rows.counters["rows"] / verified,
-            "won": self.rows.counters["won"] / verified,
-            "torn": self.rows.counters["conflicts"],
+            "siblings": ran / verified,
+            "won": won / verified,
+            "torn": torn,
         }
+
+    def step_seconds(self, batch: int, paths: int, steps: int = 60) -> float:
+        """Return the median seconds of a step in which each request has so many paths, equally long."""
+        each = (self.most + 1) // max(STEP_PATHS) - 1
+        vocab, others = self.backend.core.vocab_size, ("random",) * (paths - 1)
+        self.backend.probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=each, others=others))
+        for group in range(batch):
+            self.backend.add(self.chunk(group, 0))
+        found = []
+        for _ in range(steps):
+            begun = time.perf_counter()
+            self.backend.step()
+            found.append(time.perf_counter() - begun)
+        for group in range(batch):
+            self.backend.drop(f"{group}#0", 0)
+        self.backend.probe.script_drafts(None)
+        return statistics.median(found[5:])
 
 
 def main() -> None:
@@ -126,10 +151,19 @@ def main() -> None:
     parser.add_argument("--max-draft", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--model-runner", choices=("v1", "v2"), default="v2")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         bench = Bench(options, cache)
+    shapes = [(batch, paths) for batch in (1, 8) for paths in STEP_PATHS]
+    passes = [[bench.step_seconds(*shape) for shape in shapes] for _ in range(options.runs)]
+    steps = [
+        {"requests": batch, "paths": paths, "seconds": min(each)}
+        for (batch, paths), each in zip(shapes, zip(*passes, strict=True), strict=True)
+    ]
+    for line in steps:
+        print(json.dumps(line))
     kinds = {"cap": bench.costs, "free": FLAT}
     cells = [(kind, batch, paths) for batch in options.batches for kind in kinds for paths in PATHS]
     found: dict[tuple[str, int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
@@ -150,7 +184,7 @@ def main() -> None:
     report = {
         "machine": machine(), **bench.backend.versions, "runs": options.runs,
         "groups": options.groups, "tokens": options.tokens, "max_draft": options.max_draft,
-        "sibling_seconds": bench.costs.sibling, "results": results,
+        "sibling_seconds": bench.costs.sibling, "steps": steps, "results": results,
     }  # fmt: skip
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -107,14 +107,11 @@ SMALL = ("engine.gpu_memory_utilization=0.4", "engine.kv_blocks=8192")
 """Little memory, and room for what others take while an engine measures its own."""
 
 WORK = ("-n", "4", "--max-tokens", "256")
-CELLS = "chunk-16,preempt,drafts-right"
-LARGE = "engine.vllm.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256,320,576,1152,2304]"
-"""Beyond vLLM's default: 256 requests with 8 drafts each are 2,304 tokens."""
-
+CELLS = "chunk-16,synchronous,preempt,drafts-right,drafts-random"
 GPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench"))}),
     "split": Command(560, {
-        "rates": rates(430, "vllm ahead off vllm-v1 engine vllm-here ahead-1024 off-v1 engine-v1",
+        "rates": rates(430, "vllm off off-now vllm-v1 engine vllm-here off-1024 off-v1 engine-v1",
                        "512x64 512x1 16x256", 2),
         "profile": Piece(130, script("profile_steps", "--seconds", "60")),
     }),
@@ -123,7 +120,6 @@ GPU = {
         "default": table("FULL_AND_PIECEWISE", PADDED),
         "off": table("FULL_AND_PIECEWISE", PADDED, "drafts.source=off"),
         "full": table("FULL", PADDED),
-        "full-large": table("FULL", PADDED, LARGE),
     }, 1, "model"),
     "verify": Command(300, {
         "verify-bfloat16": same_tokens(290, CELLS, WORK, BFLOAT16, *SMALL),
@@ -132,7 +128,7 @@ GPU = {
         "ways-invariant": ways(290, BFLOAT16, INVARIANT, *SMALL),
     }, 2),
     "drafts": Command(430, {
-        "rates": rates(425, "vllm grouped grouped-ahead", "512x1 512x64 16x64 16x256 512x8 1024x256", 3),
+        "rates": rates(425, "vllm grouped", "512x1 512x64 16x64 16x256 512x8 1024x256", 3),
     }),
 }  # fmt: skip
 """Together 28 minutes: two of the half hour are for starting the machine and unpacking."""
@@ -144,7 +140,7 @@ QUICK = ("--cpu", "--turns", "1", "--seconds", "400", "--sides", "vllm")
 CPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench", "--cpu"))}),
     "split": Command(560, {
-        "rates": Piece(430, script("rates", *QUICK, "off", "off-v1", "engine", "ahead")),
+        "rates": Piece(430, script("rates", *QUICK, "off", "off-v1", "engine")),
         "profile": Piece(130, script("profile_steps", "--cpu", "--seconds", "60", "--sides", "engine")),
     }),
     "graphs": Command(330, {
@@ -154,7 +150,7 @@ CPU = {
         "verify-float32": same_tokens(150, "chunk-16", TINY, *FEW),
         "ways-float32": Piece(150, script("ways", "--responses", "1", "--beside", "0", *WAYS)),
     }),
-    "drafts": Command(430, {"rates": Piece(425, script("rates", *QUICK, "grouped", "grouped-ahead"))}),
+    "drafts": Command(430, {"rates": Piece(425, script("rates", *QUICK, "grouped"))}),
 }  # fmt: skip
 """The same commands with the same limits, on the shipped model."""
 

@@ -29,7 +29,7 @@ from typing import Any
 from contestants import Process, RefusedError, Responses, System
 from lib.machine import machine
 from lib.paths import EXAMPLE
-from sides import AHEAD, GROUPED, SIDES, SYSTEMS, WEIGHTS, contestant, padded, prompts_of
+from sides import SIDES, SYSTEMS, WEIGHTS, contestant, padded, prompts_of
 
 from seer.common.process.devices import driver_version, visible_devices
 
@@ -114,9 +114,7 @@ async def start(name: str, side: Process | System, rates: Rates) -> bool:
     try:
         about: dict[str, Any] = await side.start()
     except RefusedError as error:
-        missing = {GROUPED, AHEAD} <= set(SYSTEMS.get(name, [])) and "drafts" in str(error)
-        what = "not built yet" if missing else "refused"
-        rates.tell(name, {what: str(error)})
+        rates.tell(name, {"refused": str(error)})
         return False
     rates.tell(name, about | {"start_seconds": round(time.monotonic() - begun, 1)})
     return True

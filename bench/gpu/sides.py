@@ -19,22 +19,23 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(EXAMPLE))
 from heavier import WEIGHTS, heavier
 
-OFF, AHEAD = "drafts.source=off", "engine.async_scheduling=true"
+OFF, NOW = "drafts.source=off", "engine.async_scheduling=false"
 V1 = "engine.model_runner=v1"
 GROUPED = "drafts.source=grouped"
 
 SYSTEMS = {
     "off": [OFF],
     "off-v1": [OFF, V1],
-    "ahead": [OFF, AHEAD],
-    "ahead-1024": [OFF, AHEAD, "buffer.chunk_size=1024"],
+    "off-1024": [OFF, "buffer.chunk_size=1024"],
+    "off-now": [OFF, NOW],
     "own": ["drafts.source=own"],
     "grouped": [GROUPED],
-    "grouped-ahead": [GROUPED, AHEAD],
+    "grouped-now": [GROUPED, NOW],
 }
-"""Seer with its services. By default chunks have 256 tokens here: a 64th of a response, but at least that."""
+"""Seer with its services; `now`: each step begins once the last one is read.
+By default chunks have 256 tokens here: a 64th of a response, but at least that."""
 
-ENGINES = {"engine": [OFF, AHEAD], "engine-v1": [OFF, V1]}
+ENGINES = {"engine": [OFF], "engine-v1": [OFF, V1]}
 """Seer's engine alone, without its services."""
 
 BARE = {
@@ -45,7 +46,7 @@ BARE = {
 """vLLM by its defaults, with model runner V1, with the engine in the process that asks: their environment."""
 
 SIDES = (*BARE, *ENGINES, *SYSTEMS)
-LONGEST = 1280
+LONGEST = 2304
 """Tokens of the longest sequence."""
 
 BATCHED_TOKENS = 4096
@@ -56,7 +57,7 @@ KV_BYTES, KV_BLOCKS = 6 << 30, 22_000
 that start at once count each other's memory as their own."""
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-CPU_ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+CPU_ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def limits_of(running: int, given: argparse.Namespace) -> dict[str, object]:
@@ -69,11 +70,11 @@ def limits_of(running: int, given: argparse.Namespace) -> dict[str, object]:
 
 def config_of(name: str, model: Path, running: int, given: argparse.Namespace) -> list[str]:
     """Return the configuration of one of Seer's sides, as `a.b=c`."""
-    own = [each for each in (ENGINES | SYSTEMS)[name] if not given.cpu or each != AHEAD or "ahead" in name]
     return [
-        f"shared.model={model}", "pool.kind=none", "log.level=warning", *given.sets, *own,
+        f"shared.model={model}", "pool.kind=none", "log.level=warning", *given.sets,
+        *(ENGINES | SYSTEMS)[name],
         *(f"engine.{key}={value}" for key, value in limits_of(running, given).items()),
-        "engine.kv_cache_gib=0.5" if given.cpu else f"engine.kv_blocks={KV_BLOCKS}",
+        "engine.kv_cache_gib=2.5" if given.cpu else f"engine.kv_blocks={KV_BLOCKS}",
     ]  # fmt: skip
 
 

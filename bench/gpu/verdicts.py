@@ -26,10 +26,7 @@ LEAST = 0.98
 WITH_DRAFTS = {"512x64": 1.3, "512x1": 2.0}
 """At least so many times bare vLLM's tokens/s with drafts; other cells: `LEAST`."""
 
-UNBUILT = ("tiers", "varlen")
-"""Ways to have full graphs that no engine of Seer's has (issue 30, point 3)."""
-
-DRAFTED = ("own", "grouped", "grouped-ahead")
+DRAFTED = ("own", "grouped", "grouped-now")
 
 
 def gate(found: Found) -> Verdict:
@@ -65,10 +62,7 @@ def ratios(rates: dict[str, Any], sides: Callable[[str], bool]) -> dict[str, dic
 
 def refused(rates: dict[str, Any]) -> str:
     """Return a clause about the sides that did not start."""
-    kinds = ("refused", "not built yet")
-    found = [
-        f"{side} {kind}" for side, about in rates.get("sides", {}).items() for kind in kinds if kind in about
-    ]
+    found = [f"{side} refused" for side, about in rates.get("sides", {}).items() if "refused" in about]
     return "; " + ", ".join(found) if found else ""
 
 
@@ -117,7 +111,7 @@ def graphs(found: Found) -> Verdict:
         + ", ".join(f"{name} {ms:g} ms" for name, ms in sorted(each.items(), key=lambda e: e[1]))
         for drafts, each in times.items()
     ]
-    line = f"{rows} rows, " + "; ".join(parts) + f"; not built yet: {', '.join(UNBUILT)}"
+    line = f"{rows} rows, " + "; ".join(parts)
     if lost:
         return "incomplete", f"{line}; no steps of {', '.join(lost)}"
     good = [

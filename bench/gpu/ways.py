@@ -114,7 +114,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="sets")
     given = parser.parse_args()
     settings = [f"shared.model={given.model}", "engine.max_num_seqs=128", "engine.max_model_len=1024"]
-    config = load(None, {}, [*settings, *given.sets])
+    # One step at a time: scripts say what each step drafts.
+    config = load(None, {}, [*settings, "engine.async_scheduling=false", *given.sets])
     plan = plan_engines(config.engine, 1)[0]
     backend = VllmBackend(plan.config, config.shared, None, config.drafts)
     backend.start()

@@ -45,7 +45,7 @@ class Entries(int):
     paths: int
 
     def __new__(cls, entries: int, paths: int = 1) -> Entries:
-        """Raises `ValueError` where paths of one token at least cannot be equally long."""
+        """Refuse, by a `ValueError`, what cannot be equally long paths of one token at least."""
         if entries and ((entries + 1) % paths or entries < 2 * paths - 1):
             raise ValueError(f"{entries} entries are no {paths} equal paths")
         made = super().__new__(cls, entries)

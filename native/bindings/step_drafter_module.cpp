@@ -132,6 +132,10 @@ void bind_step_drafter(nb::module_& m) {
         .def("feed", [](StepDrafter& drafter, GroupTree& tree, int64_t request, int64_t previous,
                         const std::vector<int32_t>& tokens) { feed(drafter, tree, request, previous, tokens); },
              nb::arg("tree"), nb::arg("request_id"), nb::arg("prev_token_count"), nb::arg("tokens"))
+        .def("stall", [](StepDrafter& drafter, double seconds) {
+                require(seconds >= 0.0 && seconds <= 1.0, "seconds is " + std::to_string(seconds) + "; must be 0 to 1 s");
+                drafter.stall(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+            }, nb::arg("seconds"))
         .def_prop_ro("refused", &StepDrafter::refused)
         .def_prop_ro("missed", &StepDrafter::missed)
         .def_prop_ro("seconds", [](const StepDrafter& drafter) { return static_cast<double>(drafter.nanoseconds()) * 1e-9; })

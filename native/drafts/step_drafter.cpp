@@ -190,12 +190,23 @@ bool StepDrafter::lock_in_time(std::unique_lock<std::timed_mutex>& lock) const {
     return true;
 }
 
+// Returns whether the step is to go without drafts.
+bool StepDrafter::sleep_at_random() {
+    const int64_t most = stall_;
+    if (most <= 0) return false;
+    dice_ = dice_ * 6364136223846793005U + 1442695040888963407U;
+    const auto drawn = static_cast<int64_t>(dice_ >> 33);
+    std::this_thread::sleep_for(std::chrono::nanoseconds(drawn % most));
+    return drawn % 3 == 0;
+}
+
 void StepDrafter::step(const Step& step) noexcept {
     const std::unique_lock alone(one_step_);
     const auto begun = Clock::now();
+    const bool stalled = sleep_at_random();
     ++steps_;
     std::unique_lock lock(mutex_, std::defer_lock);
-    const bool in_time = lock_in_time(lock);
+    const bool in_time = !stalled && lock_in_time(lock);
     waited_ += since(begun);
     missed_ += !in_time;
     if (in_time) learn_late();

@@ -99,6 +99,9 @@ class StepDrafter {
 
     void step(const Step& step) noexcept;
 
+    // For tests: from now on each step first sleeps at random, so long at most, and a third go without drafts.
+    void stall(std::chrono::nanoseconds most) { stall_ = most.count(); }
+
     size_t slots() const { return slots_.size(); }
     int64_t refused() const { return refused_; }          // times a tree refused a row's or a new request's tokens
     int64_t missed() const { return missed_; }            // steps that went without drafts
@@ -132,6 +135,7 @@ class StepDrafter {
     template <class Action>
     auto between_steps(Action&& action);
     bool lock_in_time(std::unique_lock<std::timed_mutex>& lock) const;
+    bool sleep_at_random();
     void learn_late();
     size_t teach(GroupTree* tree, int64_t request, std::span<const int32_t> output);
     Slot* slot_of(int32_t slot, int64_t generation);
@@ -145,6 +149,8 @@ class StepDrafter {
     std::mutex one_step_;         // of the steps; guards what follows
     std::vector<Late> late_;      // a few steps' at most: nobody has the mutex for longer
     const std::chrono::nanoseconds patience_;
+    std::atomic<int64_t> stall_ = 0;  // nanoseconds
+    uint64_t dice_ = 1;               // of stalls; guarded by one_step_
     std::atomic<int64_t> refused_ = 0, missed_ = 0, nanoseconds_ = 0, waited_ = 0;
 };
 

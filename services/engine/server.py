@@ -114,7 +114,7 @@ class EngineServer:
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
-        self._uses_dgds = config.drafts.source == "grouped"
+        self._uses_dgds = config.drafts.source in ("grouped", "late")
         drafts = settings.backend != "replay"
         self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)

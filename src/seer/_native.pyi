@@ -176,6 +176,12 @@ class StepDrafter:
         Raises `ValueError` as `GroupTree.append` does; pieces before the one that is refused stay.
         """
 
+    def stall(self, seconds: float) -> None:
+        """For tests: from now on each step first sleeps at random, so long at most, and a third have no drafts.
+
+        Raises `ValueError` unless it is 0, which ends that, to 1 s.
+        """
+
     @property
     def refused(self) -> int:
         """How often a tree refused tokens: each time a row had no draft, or a slot began with nothing fed."""

@@ -23,6 +23,7 @@ NEED_EXTRA = {
     f"{ENGINE}.cpu_sleep": "torch",
     f"{ENGINE}.decode_results": "vllm",
     f"{ENGINE}.decode_scheduler": "vllm",
+    f"{ENGINE}.drafts.draft_gate": "torch",
     f"{ENGINE}.drafts.path_rows": "vllm",
     f"{ENGINE}.drafts.speculator": "torch",
     f"{ENGINE}.runner_v1": "torch",

@@ -175,10 +175,10 @@ def test_without_either_copy_of_kv_something_differs(backend, monkeypatch, place
     """The partial block is copied before the forward pass, a winner's blocks after sampling."""
     from vllm.v1.worker import gpu_model_runner  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm.drafts import device_paths, path_rows
+    from seer.services.engine.vllm.drafts import path_ops, path_rows
 
     if is_v2(backend):
-        monkeypatch.setattr(device_paths.DevicePaths, f"_copy_{place}", lambda *_: None)
+        monkeypatch.setattr(path_ops.PathOps, f"copy_{place}", lambda *_: None)
     else:
         module = gpu_model_runner if place == "before" else path_rows
         monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)

@@ -155,9 +155,9 @@ def check_kv(backend: VllmBackend, plan: str) -> None:
 def test_without_either_copy_of_kv_something_differs(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from seer.services.engine.vllm.drafts.device_paths import DevicePaths
+    from seer.services.engine.vllm.drafts.path_ops import PathOps
 
-    monkeypatch.setattr(DevicePaths, f"_copy_{place}", lambda *_: None)
+    monkeypatch.setattr(PathOps, f"copy_{place}", lambda *_: None)
     with pytest.raises(AssertionError):
         check_kv(backend, "right_second")
 
@@ -165,7 +165,9 @@ def test_without_either_copy_of_kv_something_differs(
 def test_a_right_second_path_saves_steps(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(backend, siblings(count=1))["r0"].tokens
     known = {0: expected}
-    backend.probe.script_drafts(DraftScript(kind="wrong", vocab=VOCAB, known=known, count=5, others=("right",)))
+    backend.probe.script_drafts(
+        DraftScript(kind="wrong", vocab=VOCAB, known=known, count=5, others=("right",))
+    )
     steps = []
     for shape in (11, Entries(11, 2)):
         monkeypatch.setattr(backend._drafting, "_choose", lambda *_, shape=shape: shape)

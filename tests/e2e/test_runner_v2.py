@@ -40,21 +40,21 @@ def expected() -> dict[str, object]:
     return json.loads(json.dumps(results))
 
 
-AHEAD = pytest.param(True, id="asynchronous", marks=pytest.mark.breadth)
+AHEAD = [pytest.param(how, marks=pytest.mark.breadth) for how in ("ahead", "drafts")]
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, id="synchronous"), AHEAD])
-def test_it_draws_what_v1_draws(expected: dict[str, object], ahead: bool) -> None:
+@pytest.mark.parametrize("how", ["now", *AHEAD])
+def test_it_draws_what_v1_draws(expected: dict[str, object], how: str) -> None:
     script = Path(__file__).with_name("v2_engine.py")
     paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), str(MODEL), "ahead" if ahead else "now", *expected],
+        [sys.executable, str(script), str(MODEL), how, *expected],
         capture_output=True, check=False, text=True, timeout=500, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     module, scheduling, results = json.loads(done.stdout.splitlines()[-1])
     assert module == "vllm.v1.worker.cpu.model_runner"  # V2's; V1's is vllm.v1.worker.cpu_model_runner
-    assert scheduling == ("asynchronous" if ahead else "synchronous")
+    assert scheduling == ("synchronous" if how == "now" else "asynchronous")
     assert results == expected
 
 

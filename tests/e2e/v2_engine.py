@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from types import SimpleNamespace
 
 if importlib.util.find_spec("triton") is not None:
@@ -22,24 +23,29 @@ if importlib.util.find_spec("triton") is not None:
 from ahead import scheduling_ahead
 from ways import BLOCKS, WAYS
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.services.engine.vllm.backend import VllmBackend
 
 
-def main(model: str, ahead: bool, names: list[str]) -> None:
-    core = str(min(os.sched_getaffinity(0)))
+def main(model: str, how: str, names: list[str]) -> None:
+    core, ahead = str(min(os.sched_getaffinity(0))), how != "now"
+    drafts = DraftsConfig(max_draft=4, cache=tempfile.mkdtemp()) if how == "drafts" else None
     config = EngineConfig(
         kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead,
         model_runner="v2",
     )  # fmt: skip
     with scheduling_ahead() if ahead else contextlib.nullcontext():
-        backend = VllmBackend(config, SharedConfig(model=model))
+        backend = VllmBackend(config, SharedConfig(model=model), drafts=drafts)
         backend.start()
+        if drafts is not None:  # any number in any step
+            backend._drafting.start_always()
+            backend._drafting._length = None
         runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
         results = {way.__name__: way(backend) for way in WAYS if way.__name__ in names}
+    assert drafts is None or backend.stats().accepted_tokens
     print(json.dumps([type(runner).__module__, backend.versions["scheduling"], results]), flush=True)
     os._exit(0)  # vLLM's threads would be waited for
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "ahead", sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

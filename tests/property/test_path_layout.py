@@ -1,6 +1,7 @@
 """Rows of attention for any drafts of several paths: what is promised in `path_layout`."""
 
-import numpy as np
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,10 +31,9 @@ def test_rows_are_those_of_each_path_alone(step):
     lengths = [begun + rows for (begun, _), rows in zip(requests, logits, strict=True)]
     found = lay_out(lengths, logits, places, alone, room)
     assert len(found.further) <= room
-    assert found.lengths.sum() == sum(lengths) == len(found.shift)
+    assert found.lengths.sum() == sum(lengths)
     assert found.owners.tolist() == sorted(found.owners.tolist())
-    row = token = 0
-    dropped = 0
+    row = dropped = 0
     for request, (begun, draft) in enumerate(requests):
         paths = [[]]
         for entry in draft:
@@ -45,7 +45,7 @@ def test_rows_are_those_of_each_path_alone(step):
         if mine == 1:
             dropped += len(paths) - 1
             assert (found.lengths[row], found.shorter[row]) == (lengths[request], 0)
-            assert not found.shift[token : token + lengths[request]].any()
+            assert (found.paths[row], found.shifts[row]) == (first, 0)
         else:
             assert request not in alone
             at = 0
@@ -54,12 +54,11 @@ def test_rows_are_those_of_each_path_alone(step):
                 assert found.lengths[row + place] == before + 1 + len(path)
                 # A row's context ends where that of its path alone would.
                 assert begun + logits[request] - found.shorter[row + place] == begun + 1 + len(path)
-                positions = np.arange(at, at + before + 1 + len(path)) - found.shift[token + at :][: before + 1 + len(path)]
-                start = 0 if place == 0 else begun
-                assert positions.tolist() == list(range(start, begun + 1 + len(path)))
+                assert at - found.shifts[row + place] == (begun if place else 0)
+                assert found.paths[row + place] == first + place
                 assert (row + place in found.further) == (place > 0)
                 at += before + 1 + len(path)
-        row, token = row + mine, token + lengths[request]
+        row += mine
     assert found.dropped == dropped
 
 
@@ -81,7 +80,5 @@ def test_a_number_alone_is_one_path():
 
 
 def test_entries_reach_other_processes():
-    import pickle
-
-    again = pickle.loads(pickle.dumps(Entries(5, 2)))  # noqa: S301 - our own
+    again = pickle.loads(pickle.dumps(Entries(5, 2)))
     assert (again, again.paths) == (5, 2)

@@ -373,7 +373,11 @@ def cut_tree(draft, stops, placeholder) -> tuple[list[int], list[int], list[floa
 
 
 trees_of = st.tuples(
-    st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 6), st.integers(0, 20), st.sets(st.integers(0, 5), max_size=2)
+    st.integers(0, 2**16),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    st.integers(0, 20),
+    st.sets(st.integers(0, 5), max_size=2),
 )
 
 

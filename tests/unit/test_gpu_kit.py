@@ -143,8 +143,8 @@ def test_the_verdict_on_what_is_lost_without_drafts(verdicts):
     )
     cells["512x1"] = {"off": 0.97}
     assert verdicts.split({"rates": rated(cells), "profile": {}})[0] == "short"
-    status, line = verdicts.split({"rates": rated({"512x1": {}}, {"v2": {"not built yet": "no setting"}})})
-    assert (status, line) == ("incomplete", "1 cells, not all with one of Seer's sides; v2 not built yet")
+    status, line = verdicts.split({"rates": rated({"512x1": {}}, {"v2": {"refused": "no setting"}})})
+    assert (status, line) == ("incomplete", "1 cells, not all with one of Seer's sides; v2 refused")
 
 
 def steps(**times: float) -> dict:
@@ -189,7 +189,7 @@ def test_the_verdict_on_tokens(verdicts):
 def test_the_verdict_on_drafts(verdicts):
     cells = {
         "512x1": {"grouped": 2.1},
-        "512x64": {"grouped": 1.2, "grouped-ahead": 1.4},
+        "512x64": {"own": 1.2, "grouped": 1.4},
         "16x256": {"grouped": 0.98},
     }
     assert verdicts.drafts({"rates": rated(cells)}) == (

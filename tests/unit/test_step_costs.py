@@ -165,10 +165,10 @@ class GraphEngine:
     vocab_size = plain_tokens = 50
     capacity = Capacity(kv_blocks=500, block_size=32, max_num_seqs=16, max_model_len=300, draft_tokens=8)
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: Graphs, *, ahead: bool = False) -> None:
         self.graphs, self.clock, self.measured = graphs, 0.0, set()
         self.backend = self.core = self
-        self.chunks, self.script = [], None
+        self.chunks, self.drafts, self.ahead = [], (0, 0), ahead
 
     def seconds(self, batch: int, drafted: int) -> float:
         tokens = batch + drafted
@@ -177,8 +177,9 @@ class GraphEngine:
         padded = next((size for size in self.graphs.mixed if size >= tokens), None)
         return 0.004 + 5e-6 * padded if padded else 0.006 + 2e-6 * tokens
 
-    def script_drafts(self, script):
-        self.script = script
+    def hold_drafts(self, count, longer=0):
+        assert not (longer and self.ahead), "ahead, all draft as many"
+        self.drafts = count, longer
 
     def add(self, chunk):
         self.chunks.append(chunk)
@@ -187,8 +188,8 @@ class GraphEngine:
         self.chunks = [chunk for chunk in self.chunks if chunk.request_id != request_id]
 
     def step(self):
-        extras = [SimpleNamespace(index=chunk.index, prompt_len=0) for chunk in self.chunks]
-        drafted = sum(len(self.script.draft(extra, 20, 8)) for extra in extras)
+        count, longer = self.drafts
+        drafted = sum(min(8, count + (chunk.index < longer)) for chunk in self.chunks)
         self.measured.add((len(self.chunks), drafted))
         self.clock += self.seconds(len(self.chunks), drafted)
 
@@ -252,8 +253,8 @@ def test_captured_sizes_are_measured_within_a_bound(monkeypatch):
     assert {108, 109} <= {16 + drafted for size, drafted in engine.measured if size == 16}
 
 
-def test_without_graphs_the_same_points_are_measured_as_ever(monkeypatch):
-    engine = GraphEngine(Graphs())
+@pytest.mark.parametrize("engine", [GraphEngine(Graphs()), GraphEngine(Graphs(mixed=SIZES), ahead=True)])
+def test_without_graphs_and_ahead_all_draft_as_many(engine, monkeypatch):
     known = engine.profile(monkeypatch)
     assert known.graphs is None
     assert (known.batches, known.drafts) == ((1, 2, 4, 8, 16), (0, 1, 2, 4, 8))

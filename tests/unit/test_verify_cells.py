@@ -25,10 +25,10 @@ from seer.verify.parameters import every_parameter
 
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
-GPUS = ["ahead"]
+GPUS = ["synchronous"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
-DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-tp-2"]
+DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-late", "drafts-paths", "drafts-tp-2"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
     gpus = Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0)
     assert not choose("", config(tmp_path), gpus)[1]
-    for settings in ({"async_scheduling": True}, {"model_runner": "v1"}):
+    for settings in ({"async_scheduling": False}, {"model_runner": "v1"}):
         assert list(choose("", config(tmp_path, **settings), gpus)[1]) == GPUS
 
 
@@ -124,6 +124,7 @@ def test_only_cells_that_are_about_drafts_draft(tmp_path: Path):
     assert [name for name, its in configs.items() if its.dgds.remember_tokens] == [
         "drafts-right",
         "drafts-sampling",
+        "drafts-late",
     ]
 
 

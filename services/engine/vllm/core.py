@@ -43,6 +43,7 @@ class CoreHandle:
         self._client: InprocClient | None = client
         self._rpc_seconds = rpc_seconds
         self.scratch: list[int] = []
+        self.held_length: int | None = None
 
     def describe(
         self, shared: SharedConfig, drafts: DraftsConfig | None, images: ImageModel | None = None
@@ -108,6 +109,7 @@ class CoreHandle:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
             "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
+            "model_runner": "v2" if config.use_v2_model_runner else "v1",
             "scheduling": "asynchronous" if self.ahead else "synchronous",
         }
 
@@ -172,8 +174,12 @@ class CoreHandle:
         return drafts
 
     def draft_next(self, length: int) -> None:
-        """Have every request draft so many tokens after the next step, where steps are scheduled ahead."""
-        self.engine_core.scheduler.draft_length = length
+        """Have every request draft so many tokens after the next step, where steps are scheduled ahead.
+
+        While `held_length` is set, it counts instead.
+        """
+        held = self.held_length
+        self.engine_core.scheduler.draft_length = length if held is None else held
 
     @property
     def ahead(self) -> bool:

@@ -84,3 +84,17 @@ class Probe:
     def script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees again."""
         self.core.rpc("seer_script_drafts", script=script)
+
+    def hold_drafts(self, count: int | None, longer: int = 0) -> None:
+        """Have each request draft so many arbitrary tokens in each step, the first `longer` responses one more.
+
+        To time such steps: scheduled ahead, all draft as many. None: draft from the trees again.
+        """
+        if self.core.ahead:
+            self.core.held_length = count
+            self.core.draft_next(0)
+        elif count is None:
+            self.script_drafts(None)
+        else:
+            vocab = self.core.vocab_size
+            self.script_drafts(DraftScript(kind="random", vocab=vocab, count=count, longer=longer))

@@ -161,6 +161,10 @@ class SeerWorker:
         """Draft what a script says; None: draft from the trees."""
         self.model_runner.drafter.script = script
 
+    def seer_stall_drafts(self, seconds: float) -> None:
+        """See `StepDrafter.stall`; with model runner V2."""
+        self.model_runner.drafter.stall(seconds)
+
     def seer_use_common_tree(self, enabled: bool) -> None:
         """See `GroupProposer.use_common_tree`."""
         self.model_runner.drafter.use_common_tree(enabled)

@@ -154,8 +154,6 @@ def largest_batch(report: Report) -> None:
 def step_table(report: Report) -> None:
     """Time steps by batch and drafts, and the host's share of them outside the forward pass."""
     from seer.doctor.step_clock import run_steps, watch_engine
-    from seer.services.engine.vllm.drafts.draft_script import DraftScript
-
     engine = started(report.config)
     backend, capacity = engine.backend, engine.backend.capacity
     clock = None
@@ -167,8 +165,7 @@ def step_table(report: Report) -> None:
     for batch in [each for each in BATCHES if each < most] + [max(1, most)]:
         for drafts in [each for each in DRAFTS if each <= engine.max_draft]:
             if engine.max_draft:
-                script = DraftScript(kind="random", vocab=backend.core.vocab_size, count=drafts)
-                backend.probe.script_drafts(script)
+                backend.probe.hold_drafts(drafts)
             found = run_steps(backend, clock, batch, WARM, STEPS)
             host = {} if clock is None else {
                 "seer_ms": found["seer"], "vllm_ms": found["vllm"],
@@ -176,12 +173,12 @@ def step_table(report: Report) -> None:
             }  # fmt: skip
             report.note("step", batch=batch, drafts=drafts, ms=found["wall"], **host)
     if engine.max_draft:
-        backend.probe.script_drafts(None)
+        backend.probe.hold_drafts(None)
     if engine.gpu and clock is not None:
         share = float(host["host_share"])
         report.prefer(
             share <= LARGE_HOST_SHARE, f"the host takes {share:.0%} of the largest batch's step",
-            "give engines faster or more CPU cores; without drafts, engine.async_scheduling = true",
+            "give engines faster or more CPU cores, and leave engine.async_scheduling out",
         )  # fmt: skip
 
 

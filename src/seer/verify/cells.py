@@ -69,7 +69,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     pool: bool = False
     disk: bool = False
     killed: bool = False
-    drafts: Literal["off", "grouped", "random"] = "off"
+    drafts: Literal["off", "grouped", "random", "late"] = "off"
     again: bool = False
     exact: bool = False
     sampled: bool = False
@@ -174,10 +174,10 @@ CELLS: dict[str, Cell] = {
             needs=(("preemptions", ">", 0),),
         ),
         Cell(
-            name="ahead",
-            about="chunks of 16, each step begun before the last one is read",
+            name="synchronous",
+            about="chunks of 16, each step begun once the last one is read",
             buffer={"policy": "divided", "chunk_size": 16},
-            engine={"async_scheduling": True},
+            engine={"async_scheduling": False},
             needs=(("chunks", ">", "responses"),),
         ),
         Cell(
@@ -251,6 +251,22 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="drafts-random",
+            about="random drafts, of other lengths in each step, every chunk on another engine",
+            instances=2,
+            drafts="random",
+            buffer={"policy": "migrate", "chunk_size": 32},
+            needs=(("drafted_tokens", ">", 0), ("migrations", ">", 0)),
+        ),
+        Cell(
+            name="drafts-late",
+            about="chunks of 16, drafted from a first run of the same, but late or not at all",
+            drafts="late",
+            again=True,
+            buffer={"policy": "seer", "chunk_size": 16},
+            needs=_DRAFTED,
+        ),
+        Cell(
+            name="drafts-paths",
             about="random drafts on several paths with model runner V1, every chunk on another engine",
             instances=2,
             drafts="random",
@@ -386,7 +402,7 @@ def choose(
             or _draftless(cell, config)
             or _sampleless(cell, config)
             or _rankless(cell, config, machine)
-            or _aheadless(cell, config, machine)
+            or _same_schedule(cell, config, machine)
         ):
             cannot[name] = why
     wanted = [name.strip() for name in names.split(",")] if names else [n for n in matrix if n not in cannot]
@@ -441,16 +457,14 @@ def _rankless(cell: Cell, config: Config, machine: Hardware) -> str:
     return f"the model's {heads} attention heads cannot be divided by {ranks}" if heads % ranks else ""
 
 
-def _aheadless(cell: Cell, config: Config, machine: Hardware) -> str:
-    """Return why a cell cannot schedule ahead."""
-    if not cell.engine.get("async_scheduling"):
+def _same_schedule(cell: Cell, config: Config, machine: Hardware) -> str:
+    """Return why a cell that takes one step at a time would not differ from the reference."""
+    if "async_scheduling" not in cell.engine:
         return ""
     if config.engine.backend != "vllm":
         return f"the {config.engine.backend} backend does not schedule ahead"
-    if config.engine.async_scheduling:
-        return "the reference schedules ahead itself"
-    if config.engine.model_runner == "v1":
-        return "model runner V1 takes one step at a time"
+    if config.engine.async_scheduling is False or config.engine.model_runner == "v1":
+        return "the reference takes one step at a time itself"
     return "" if machine.devices else "vLLM schedules ahead on GPUs alone"
 
 

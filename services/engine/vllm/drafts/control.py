@@ -34,6 +34,9 @@ Rpc = Callable[..., list[Any]]
 MAX_QUEUED = 256
 """Changes of trees that wait for a step."""
 
+STALL_SECONDS = 0.005
+"""How late drafts come at most where they are to come late."""
+
 CHOICE_STEPS = 8
 """Steps for which a length of all drafts holds: to choose one takes 50 us."""
 
@@ -96,6 +99,8 @@ class Drafting:
                 f"a second path adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
             )
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
+        if self._config.source == "late":
+            self._rpc("seer_stall_drafts", seconds=STALL_SECONDS)
         self._length = DraftLength(costs, self._config.max_draft)
         self._switch = DraftSwitch(
             lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0),
@@ -162,8 +167,7 @@ class Drafting:
         """Open the tree that a chunk drafts from, if it is not open yet; return its name."""
         if not chunk.group_id:
             return ""
-        grouped = self._config.source == "grouped"
-        name = chunk.group_id if grouped else f"{chunk.group_id}#{chunk.index}"
+        name = chunk.group_id if self._config.source != "own" else f"{chunk.group_id}#{chunk.index}"
         if name not in self._open:
             self._open.add(name)
             self._queue("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
@@ -214,7 +218,7 @@ class Drafting:
         """Drop all trees, at once."""
         self.forget(list(self._open))
         self.flush()
-        self._rpc("seer_use_common_tree", enabled=self._config.source == "grouped")
+        self._rpc("seer_use_common_tree", enabled=self._config.source != "own")
 
     def flush(self) -> None:
         """Send what is queued; a step that follows comes after it. Raises what failed the last time."""

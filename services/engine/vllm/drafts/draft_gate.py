@@ -43,7 +43,8 @@ class DraftGate:
         """Draft `k` tokens after what rows [n] drew: `sampled` [n, w], `num_sampled` int32 [n] on the device.
 
         With k = 0 what was drawn is learnt, and nothing waits. See `_native.DraftStep` for `paths`; `tree`:
-        with parents. Returns the step's memory, filled once it has run. Raises `RuntimeError` if CUDA refuses.
+        with parents. Returns the step's memory, filled once it has run. Raises `RuntimeError` if CUDA
+        refuses.
         """
         memory = next(self._memory)
         memory.take(self._drafter, slots, generations, sampled.shape[1], k, paths, tree)

@@ -73,15 +73,16 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         self._made: DraftTokenIds | None = None
         self._drafts_now = True
         self._behind = False  # whether steps were taken that the trees have not seen
-        self._choice: tuple[Choice, Ints, npt.NDArray[np.int64]] | None = None
+        self._choice: tuple[Choice, npt.NDArray[np.intp], npt.NDArray[np.int64]] | None = None
         self._budget_slots = np.zeros(rows, np.intp)
         self._probes = np.zeros(rows, bool)
+        self._attached = False
         self._sampler: SlotSampler | None = None  # None: not the rank that drafts
         self._seconds = 0.0
 
     def attach(self, runner: Any, sampler: SlotSampler) -> None:  # noqa: ANN401 - V2's runner
         """Take the place of what hands drafts on, and see requests come and go."""
-        runner.draft_tokens_handler = self
+        runner.draft_tokens_handler, self._attached = self, True
         self._update_requests, runner.update_requests = runner.update_requests, self._update
         if get_tp_group().is_first_rank:
             self._sampler = sampler
@@ -105,6 +106,10 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         """See `TreeDrafter.feed`."""
         if self._sampler is not None:
             self.trees.feed(deltas)
+
+    def stall(self, seconds: float) -> None:
+        """See `StepDrafter.stall`."""
+        self.trees.steps.stall(seconds)
 
     def use_common_tree(self, enabled: bool) -> None:
         """See `TreeDrafter.use_common_tree`."""
@@ -183,7 +188,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         """Draft for the requests of a step. Return what is verified next if that is scheduled ahead."""
         self._made = None
         drafts = self._drafts[: input_batch.num_reqs]
-        if dummy_run:
+        if dummy_run or not self._attached:  # vLLM warms up with requests of its own
             return drafts
         if self._ahead:
             self._draft_ahead(input_batch, num_sampled, num_speculative_tokens, drafts)
@@ -233,27 +238,32 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
                     self._set(slot, self._tokens(slot, new.get(slot, 0)))
         drafts_now = self.script is not None or (self.budget is not None and self.budget.should_draft())
         forks = drafts_now and self.script is None and self.path_selector.wanted(len(slots))
-        memory = self._run(
-            batch, num_sampled, self._most if drafts_now else 0, self.path_selector.most_paths if forks else 1, tree=forks
-        )
+        paths = self.path_selector.most_paths if forks else 1
+        memory = self._run(batch, num_sampled, self._most if drafts_now else 0, paths, tree=forks)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self.script is not None:
             return self._scripted(self.script, batch, num_sampled, self._most)
         if self.budget is None or not np.count_nonzero(memory.counts):
             return [[] for _ in slots]
-        lengths = self._states.total_len.gpu[batch.idx_mapping].tolist()
-        self.budget.context = sum(lengths) / len(slots)
+        return self._choose(self.budget, slots, memory, forks=forks)
+
+    def _choose(
+        self, budget: DraftBudget, slots: npt.NDArray[np.intp], memory: StepMemory, *, forks: bool
+    ) -> list[list[int]]:
+        """Return what of the drafts pays; with `forks` they are trees, of which several paths may."""
+        lengths, names = self._states.total_len.gpu[torch.from_numpy(slots)].tolist(), slots.tolist()
+        budget.context = sum(lengths) / len(slots)
         high = self._probes[slots]
-        drafts, probes = memory.drafts.numpy(), high if high.any() else None
+        drafts, probes, selector = memory.drafts.numpy(), high if high.any() else None, self.path_selector
         if forks:
-            self.path_selector.split_first_paths(drafts, memory.scores, memory.parents, memory.counts)
-        choice = self.budget.choose(self._budget_slots[slots], memory.scores, memory.counts, len(slots), probes)
+            selector.split_first_paths(drafts, memory.scores, memory.parents, memory.counts)
+        choice = budget.choose(self._budget_slots[slots], memory.scores, memory.counts, len(slots), probes)
         self._choice = choice, slots, self.trees.generations[slots]
-        if forks:
-            most = np.array([self._room(*each) for each in zip(slots.tolist(), lengths, strict=True)], np.int32)
-            return self.path_selector.flatten(slots.tolist(), self.budget, choice, most, probes)
-        return _native.draft_lists(drafts, choice.keep)
+        if not forks:
+            return _native.draft_lists(drafts, choice.keep)
+        most = np.array(list(map(self._room, names, lengths)), np.int32)
+        return selector.flatten(names, budget, choice, most, probes)
 
     def _learn(self, slots: npt.NDArray[np.intp], drawn: Ints) -> None:
         """Tell the budget how many drafts of its last choice, of each first path, were accepted."""

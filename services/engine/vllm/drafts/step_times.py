@@ -161,7 +161,6 @@ def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool, grap
     facts: list[Any] = [
         (Path(core.vllm_config.model_config.model) / "config.json").read_text(),
         core.versions,
-        core.vllm_config.use_v2_model_runner,
         _device(),
         len(os.sched_getaffinity(0)),
         core.capacity.block_size,
@@ -204,7 +203,7 @@ def _measure(
         sibling = _sibling(probe, length) if paths and max_draft >= PAIR else 0.0
         reading = _reading(probe, batches[-1], drafts[-1], length)
     finally:
-        probe.script_drafts(None)
+        probe.hold_drafts(None)
     grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
     return StepCosts(
         batches=tuple(batches), drafts=tuple(grid_drafts), grid=grid, sibling=sibling, context=PROMPT,
@@ -267,17 +266,13 @@ def _line(probe: Probe, batch: int, drafts: list[int], length: int, context: int
 
     All requests have as many, or some one more. Their prompts have `context` tokens more.
     """
-    vocab, times = probe.core.vocab_size, []
+    times = []
     chunks = [_chunk(row, probe.core.plain_tokens, length, context) for row in range(batch)]
     if context:  # the prefixes come first, so that the others find their KV
-        probe.script_drafts(DraftScript(kind="none", vocab=vocab))
+        probe.hold_drafts(0)
         _prefill(probe, chunks[:2])
     for drafted in drafts:
-        count, longer = divmod(drafted, batch)
-        if probe.core.ahead:
-            probe.core.draft_next(count)
-        else:
-            probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count, longer=longer))
+        probe.hold_drafts(*divmod(drafted, batch))
         for chunk in chunks:
             probe.backend.add(chunk)
         ends = []
