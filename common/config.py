@@ -181,13 +181,13 @@ class DraftsConfig(Section, frozen=True):
     """Whose tokens drafts come from: `own`, the request's; `grouped`, those of its whole group, from all
     engines.
 
-    For `seer verify`, as not even these change a token: `random` tokens; `late`, as `grouped`, but drafts come late
-    or not at all.
+    For `seer verify`, as not even these change a token: `random` tokens; `late`, as `grouped`, but drafts
+    come late or not at all.
     """
     max_draft: Annotated[int, Within(1, MAX_DRAFT, "to draft nothing, set drafts.source to off")] = 8
     """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""
     max_paths: Annotated[int, Within(1, 4096, "left out, as many as pay are verified")] | None = None
-    """Most draft paths verified per request and step; default: as many as pay, with model runner V1."""
+    """Most draft paths verified per request and step; default: as many as pay."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
 

@@ -59,6 +59,7 @@ class Vllm:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
+
         self._engine = LLM(
             **settings, disable_log_stats=True, worker_extension_cls="contestants.Named"
         ).llm_engine

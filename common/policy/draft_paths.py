@@ -52,6 +52,11 @@ class Entries(int):
         made.paths = paths
         return made
 
+    @property
+    def each(self) -> int:
+        """Tokens of each path."""
+        return (self + 1) // self.paths - 1
+
 
 def paths_in(entries: int) -> int:
     """Return on how many paths drafts of so many entries are: one, if it is a number alone."""

@@ -177,7 +177,7 @@ class StepDrafter:
         """
 
     def stall(self, seconds: float) -> None:
-        """For tests: from now on each step first sleeps at random, so long at most, and a third have no drafts.
+        """For tests: from now on each step first sleeps at random, so long at most; a third have no drafts.
 
         Raises `ValueError` unless it is 0, which ends that, to 1 s.
         """
@@ -222,10 +222,10 @@ class DraftStep:
         `out_drafts[i]` [n, k]; the last token drawn fills the others, as -1 has no embedding (0 where none
         was), and 0 the others of `out_scores` [n, k].
 
-        With several `paths`, a draft is a tree of at most so many leaves, of which `out_parents` [n, k] gets the
-        parents, as in `Draft`. Without that, its paths lie one after the other, the first one along every
-        token's best child: each has (k + 1) / paths - 1 places, with one between them; the last token drawn and
-        0 fill all that is not drafted, and `out_counts` counts once what paths share.
+        With several `paths`, a draft is a tree of at most so many leaves, of which `out_parents` [n, k] gets
+        the parents, as in `Draft`. Without that, its paths lie one after the other, the first one along every
+        token's best child: each has (k + 1) / paths - 1 places, with one between them; the last token drawn
+        and 0 fill all that is not drafted, and `out_counts` counts once what paths share.
         Raises `ValueError` for shapes that do not fit.
         """
 

@@ -9,9 +9,12 @@ Invariants:
 import importlib.util
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ahead import scheduling_ahead
 from engine_cases import check_only_the_spoilt_fail, chunk, one_go, run
@@ -21,8 +24,11 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import Entries
+from seer.common.policy.draft_shape import DraftShape
 from seer.common.types import SamplingParams
+from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
@@ -211,3 +217,83 @@ def test_rows_that_cannot_be_sampled_fail_alone(
         for place, case in enumerate(CASES) for key in range(3)
     ]  # fmt: skip
     check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
+
+
+def test_trees_give_several_paths_where_they_pay(
+    engine: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own choice: the responses in the tree differ in their second tokens, and the oldest is right."""
+    free = StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),))
+    sampling = SamplingParams(max_tokens=100, temperature=0.8, ignore_eos=True)
+    whole = plain(engine, [chunk("one", sampling, index=8, prompt=prompt(3))])["one"].tokens
+    engine.forget(["g"])
+    monkeypatch.setattr(engine._drafting, "_length", DraftShape(free, 11, 3, 16))
+    monkeypatch.setattr(engine._drafting, "_chosen_steps", 0)
+    said = [[(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(2)]
+    before, drafted = counts(engine), engine.stats()
+    engine.add(chunk("again", sampling, index=9, prompt=prompt(3)))
+    engine.feed(StreamDelta("g", index, 0, np.array(tokens, np.int32)) for index, tokens in enumerate(said))
+    got: list[int] = []
+    while engine.has_work():
+        for generated in engine.step().generated:
+            got += generated.token_ids
+    after, stats = gained(engine, before), engine.stats()
+    assert got == whole
+    assert after["rows"] >= after["won"] > 0
+    assert after["conflicts"] == 0
+    assert stats.steps - drafted.steps < 60
+    assert 0 < stats.accepted_tokens - drafted.accepted_tokens < stats.drafted_tokens - drafted.drafted_tokens
+
+
+TWO_RANKS = """
+import random
+import sys
+
+from ahead import scheduling_ahead
+from ways import BLOCKS, WAYS
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.policy.draft_paths import Entries
+from seer.services.engine.vllm.backend import VllmBackend
+
+SHAPES = [0, 3, Entries(5, 2), Entries(8, 3), Entries(11, 2)]
+
+
+if __name__ == "__main__":
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2, async_scheduling=True,
+        model_runner="v2",
+    )
+    with scheduling_ahead():
+        drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[2])
+        backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
+        backend.start()
+        backend._drafting.start_always()
+        found = []
+        for choose in (lambda *_: 0, lambda *_: random.choice(SHAPES)):
+            backend._drafting._choose = choose
+            found.append({way.__name__: way(backend) for way in WAYS})
+        ranks = backend.core.rpc("seer_path_counts")
+        backend.close()
+    different = [name for name in found[0] if found[0][name] != found[1][name]]
+    assert not different, different
+    assert ranks[0] == ranks[1], ranks
+    assert ranks[0]["won"] > 0, ranks
+    assert ranks[0]["conflicts"] == 0, ranks
+    print("the same")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.breadth
+@pytest.mark.timeout(600)
+def test_two_ranks_choose_the_same_paths(tmp_path: Path) -> None:
+    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
+    script.write_text(TWO_RANKS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script, MODEL, tmp_path], env=environment, text=True, timeout=500, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]

@@ -16,8 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 from ways import BLOCKS, WAYS
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
-from seer.common.errors import EngineError
+from seer.common.config import EngineConfig, SharedConfig
 from seer.services.engine.vllm.backend import VllmBackend
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,11 +55,3 @@ def test_it_draws_what_v1_draws(expected: dict[str, object], how: str) -> None:
     assert module == "vllm.v1.worker.cpu.model_runner"  # V2's; V1's is vllm.v1.worker.cpu_model_runner
     assert scheduling == ("synchronous" if how == "now" else "asynchronous")
     assert results == expected
-
-
-def test_several_paths_are_refused_by_name() -> None:
-    config = EngineConfig(kv_blocks=BLOCKS, model_runner="v2")
-    with pytest.raises(
-        EngineError, match=r"engine\.model_runner = 'v2': it has one draft path, of drafts\.max_paths"
-    ):
-        VllmBackend(config, SharedConfig(model=str(MODEL)), drafts=DraftsConfig(max_paths=2)).start()

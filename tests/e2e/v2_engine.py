@@ -25,6 +25,20 @@ from ways import BLOCKS, WAYS
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.core import CoreHandle
+
+
+def with_our_kernels(describe: object) -> object:
+    """Return a `CoreHandle.describe` after which rows are sampled by the kernels of GPUs, interpreted."""
+
+    def described(core: object, *arguments: object) -> None:
+        from seer.services.engine.vllm import runner_v2
+        from seer.services.engine.vllm.sampling.triton_slots import TritonSlotRows
+
+        runner_v2.slot_rows = lambda device, history: TritonSlotRows(history)
+        describe(core, *arguments)
+
+    return described
 
 
 def main(model: str, how: str, names: list[str]) -> None:
@@ -34,6 +48,8 @@ def main(model: str, how: str, names: list[str]) -> None:
         kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead,
         model_runner="v2",
     )  # fmt: skip
+    if importlib.util.find_spec("triton") is not None:
+        CoreHandle.describe = with_our_kernels(CoreHandle.describe)
     with scheduling_ahead() if ahead else contextlib.nullcontext():
         backend = VllmBackend(config, SharedConfig(model=model), drafts=drafts)
         backend.start()

@@ -6,6 +6,8 @@ Without a GPU they run in Triton's interpreter, by `make kernel-test`.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from random import Random
 
 import numpy as np
@@ -34,7 +36,7 @@ def starts(sizes):
 class Memory:
     """All that a step reads and writes, of the same numbers for each `seed`."""
 
-    def __init__(self, seed: int, ops: type[PathOps], device: str) -> None:
+    def __init__(self, seed: int, ops: type[PathOps], device: str, *, gaps: bool = False) -> None:
         random, noise = Random(seed), np.random.default_rng(seed)
         self.device = device
         n = random.randint(1, 4)
@@ -83,10 +85,9 @@ class Memory:
         self.scratch = self.on(np.array(spare[: len(layout.further) * WIDTH], np.int32).reshape(-1, WIDTH))
         total = BLOCKS + 60
         kernel_blocks = noise.standard_normal((2 * total, 2, SIZE, 2)).astype(np.float32)
-        self.caches = [
-            self.on(noise.standard_normal((total, 2, SIZE, 5)).astype(np.float32)),
-            self.on(kernel_blocks),
-        ]
+        layer = self.on(noise.standard_normal((total, 2, SIZE, 10)).astype(np.float32))
+        # Of blocks whose memory is in another order, or has gaps; and of such as are split in two.
+        self.caches = [layer[..., ::2] if gaps else layer.transpose(1, 2), self.on(kernel_blocks)]
         self.ops = ops([*self.caches, self.caches[0]], total, SIZE)
         paths, width = len(layout.drafts), int(layout.drafts.max()) + 1
         truth = noise.integers(0, 3, width)
@@ -123,10 +124,12 @@ class Memory:
         return [each.cpu().tolist() for each in found]
 
 
-@given(st.integers(0, 2**32 - 1))
+@given(st.integers(0, 2**32 - 1), st.booleans())
 @settings(max_examples=300 if DEVICE == "cuda" else 40, deadline=None)
-def test_memory_is_as_cpus_leave_it(seed):
-    assert Memory(seed, TritonPathOps, DEVICE).run() == Memory(seed, PathOps, "cpu").run()
+def test_memory_is_as_cpus_leave_it(seed, gaps):
+    memory = Memory(seed, TritonPathOps, DEVICE, gaps=gaps)
+    assert (memory.ops._layers is None) == gaps
+    assert memory.run() == Memory(seed, PathOps, "cpu", gaps=gaps).run()
 
 
 def test_steps_of_all_kinds_are_compared():
@@ -138,3 +141,33 @@ def test_steps_of_all_kinds_are_compared():
     assert torn > 5
     assert {len(memory.layout.further) for memory in found} >= {0, 1, 2, 3}
     assert any(memory.layout.dropped for memory in found)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from seer.services.engine.vllm.drafts import path_kernels as kernels
+from seer.services.engine.vllm.sampling.triton_kernels import LAUNCH
+
+narrow = {"places", "token_ids", "lengths", "contexts", "table", "scratch", "own", "gained", "counts"}
+numbers = {"stride", "columns", "width", "size", "pairs"}
+for name, constants in (
+    *((f"{each}_kernel", {"lanes": 8}) for each in ("begin", "attend", "choose")),
+    *(("copy_kernel", {"after": after}) for after in (0, 1)),
+):
+    kernel = getattr(kernels, name)
+    types = {n: "i32" if n in numbers else "*i32" if n in narrow else "*i64" for n in kernel.arg_names}
+    types |= {n: "*fp32" for n in ("logprobs", "values") if n in types} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, types, constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(LAUNCH))
+"""
+
+
+def test_they_compile_for_gpus():
+    """The interpreter takes what the compiler does not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -28,7 +28,14 @@ HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 GPUS = ["synchronous"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
-DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-late", "drafts-paths", "drafts-tp-2"]
+DRAFTS = [
+    "drafts",
+    "drafts-right",
+    "drafts-sampling",
+    "drafts-random",
+    "drafts-late",
+    "drafts-tp-2",
+]
 
 
 @pytest.fixture(autouse=True)

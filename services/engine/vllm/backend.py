@@ -374,7 +374,8 @@ class VllmBackend:
             self._pool_tokens += output.prefill_stats.num_external_cached_tokens
         if self._drafting is not None:
             drafts = self.core.verified.get(output.request_id, ())
-            self._drafting.count(run.tree, len(output.new_token_ids), len(drafts) - drafts.count(SEPARATOR))
+            others = drafts.count(SEPARATOR)
+            self._drafting.count(run.tree, len(output.new_token_ids), len(drafts) - others, 1 + others)
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:

@@ -54,9 +54,8 @@ class CoreHandle:
         """
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        if not self.vllm_config.use_v2_model_runner or (drafts is not None and (drafts.max_paths or 1) > 1):
-            size = self.vllm_config.cache_config.block_size
-            self.scratch = take_scratch_blocks(self.engine_core, drafts, size)
+        size = self.vllm_config.cache_config.block_size
+        self.scratch = take_scratch_blocks(self.engine_core, drafts, size)
         config = self.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.plain_tokens = min(self.vocab_size, images.placeholder) if images else self.vocab_size

@@ -66,13 +66,9 @@ def without_collections() -> Iterator[None]:
 
 
 def with_model_runner(config: EngineConfig, drafts: DraftsConfig | None) -> EngineConfig:
-    """Return the configuration with the model runner that it leaves open, and whether it schedules ahead.
-
-    V1 alone has several draft paths, where these are asked for by `drafts`.
-    """
+    """Return the configuration with the model runner that it leaves open, and whether it schedules ahead."""
     if config.model_runner == "auto":
-        paths = drafts is not None and (drafts.max_paths or 1) > 1
-        config = replace(config, model_runner="v1" if paths else "v2")
+        config = replace(config, model_runner="v2")
     if config.async_scheduling is None:
         gpu = False
         with contextlib.suppress(ImportError):  # `prepare` says it

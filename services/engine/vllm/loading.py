@@ -136,8 +136,7 @@ def _vllm_config(
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    paths = config.model_runner == "v1" or (drafts is not None and (drafts.max_paths or 1) > 1)
-    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE) if paths else 0
+    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
     if config.model_runner == "v2" and current_platform.is_cpu():
         cpu_kernels.lift_check()
     arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)

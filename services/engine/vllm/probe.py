@@ -86,9 +86,10 @@ class Probe:
         self.core.rpc("seer_script_drafts", script=script)
 
     def hold_drafts(self, count: int | None, longer: int = 0) -> None:
-        """Have each request draft so many arbitrary tokens in each step, the first `longer` responses one more.
+        """Have each request draft so many arbitrary tokens in each step, to time such steps.
 
-        To time such steps: scheduled ahead, all draft as many. None: draft from the trees again.
+        The first `longer` responses draft one more, but ahead, where all draft as many. None: draft from the
+        trees again.
         """
         if self.core.ahead:
             self.core.held_length = count

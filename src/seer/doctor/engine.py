@@ -154,6 +154,7 @@ def largest_batch(report: Report) -> None:
 def step_table(report: Report) -> None:
     """Time steps by batch and drafts, and the host's share of them outside the forward pass."""
     from seer.doctor.step_clock import run_steps, watch_engine
+
     engine = started(report.config)
     backend, capacity = engine.backend, engine.backend.capacity
     clock = None

@@ -251,11 +251,11 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="drafts-random",
-            about="random drafts, of other lengths in each step, every chunk on another engine",
+            about="random drafts on several paths, of other lengths each time, every chunk on another engine",
             instances=2,
             drafts="random",
             buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("drafted_tokens", ">", 0), ("migrations", ">", 0)),
+            needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
         ),
         Cell(
             name="drafts-late",
@@ -264,15 +264,6 @@ CELLS: dict[str, Cell] = {
             again=True,
             buffer={"policy": "seer", "chunk_size": 16},
             needs=_DRAFTED,
-        ),
-        Cell(
-            name="drafts-paths",
-            about="random drafts on several paths with model runner V1, every chunk on another engine",
-            instances=2,
-            drafts="random",
-            engine={"model_runner": "v1"},
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
         ),
         Cell(
             name="drafts-tp-2",

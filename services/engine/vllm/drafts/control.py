@@ -19,14 +19,14 @@ from typing import Any
 
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
-from seer.common.policy.draft_length import DraftLength
-from seer.common.policy.draft_paths import most_paths
+from seer.common.policy.draft_paths import Entries, most_paths
+from seer.common.policy.draft_shape import DraftShape
 from seer.common.policy.draft_switch import DraftSwitch
 from seer.common.policy.profile_check import ProfileCheck
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
-from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
+from seer.services.engine.vllm.drafts.scratch_blocks import MAX_PATH_ROWS, log_single_path
 from seer.services.engine.vllm.drafts.step_times import give_up
 
 Rpc = Callable[..., list[Any]]
@@ -73,17 +73,18 @@ class Drafting:
         self._drafted_before = 0  # `drafted` when the last step ended
         self._on = True
         self._draft_next = draft_next
-        self._length: DraftLength | None = None  # None: any length at random
+        self._length: DraftShape | None = None  # None: any length at random, on so many paths at most
+        self._random_paths = 1
         self._chosen = self._chosen_for = self._chosen_steps = 0
-        self._learnt: Counter[tuple[int, int]] = (
-            Counter()
-        )  # drafts of a step, by tokens and how many were right
+        # Drafts of a step, by paths, tokens of each, and how many of one were right.
+        self._learnt: Counter[tuple[int, int, int]] = Counter()
         self.verifications = self.drafted = self.accepted = 0
         self.seconds = 0.0
 
     def start_random(self, paths: bool) -> None:
         """Draft random tokens, on two paths of a request if `paths`: they are accepted by chance only."""
         others: tuple[Kind, ...] = ("random",) if paths else ()
+        self._random_paths = 1 + len(others)
         script = DraftScript(kind="random", vocab=self._vocab_size, others=others)
         self._rpc("seer_script_drafts", script=script)
 
@@ -101,7 +102,7 @@ class Drafting:
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
         if self._config.source == "late":
             self._rpc("seer_stall_drafts", seconds=STALL_SECONDS)
-        self._length = DraftLength(costs, self._config.max_draft)
+        self._length = DraftShape(costs, self._config.max_draft, most, MAX_PATH_ROWS)
         self._switch = DraftSwitch(
             lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0),
             ahead=self._draft_next is not None,
@@ -133,7 +134,9 @@ class Drafting:
     def _choose(self, requests: int, context: Callable[[], float]) -> int:
         """Return the length of all drafts; it is chosen anew every few steps, and as requests come or go."""
         if self._length is None:
-            return random.randint(0, self._config.max_draft)  # noqa: S311 - any will do
+            paths = random.randint(1, self._random_paths)  # noqa: S311 - any will do
+            each = random.randint(0, (self._config.max_draft + 1) // paths - 1)  # noqa: S311
+            return Entries(paths * (each + 1) - 1, paths) if each else 0
         self._chosen_steps -= 1
         if self._chosen_steps < 0 or not 0.8 <= (requests + 1) / (self._chosen_for + 1) <= 1.25:
             self._chosen = self._length.choose(requests, context())
@@ -145,8 +148,8 @@ class Drafting:
         if self._switch is not None:
             self._switch.end(tokens, seconds, usual=usual)
         if self._length is not None:
-            for (drafted, accepted), times in self._learnt.items():
-                self._length.learn(drafted, accepted, times)
+            for (forks, drafted, accepted), times in self._learnt.items():
+                self._length.learn(forks, drafted, accepted, times)
         self._learnt.clear()
 
     def check_profile(self, requests: int, context: Callable[[], float], seconds: float) -> None:
@@ -241,12 +244,13 @@ class Drafting:
             "draft_seconds": self.seconds,
         }
 
-    def count(self, name: str, sampled: int, drafted: int) -> None:
-        """Count a step of one chunk: `sampled` tokens, after `drafted` of its tree's were verified."""
+    def count(self, name: str, sampled: int, drafted: int, paths: int = 1) -> None:
+        """Count a step of one chunk: `sampled` tokens, after `drafted` on `paths` of its tree's."""
         self.verifications += 1
         if drafted:
             accepted = min(sampled - 1, drafted)
             self.drafted += drafted
             self.accepted += accepted
-            self._learnt[drafted, accepted] += 1
+            each = -(-drafted // paths)
+            self._learnt[paths, each, min(accepted, each)] += 1
             self._verified.add(name)

@@ -135,13 +135,16 @@ class PathOps:
 
     def copy_after(self, rows: Rows, blocks: Blocks, winners: torch.Tensor, gained: torch.Tensor) -> None:
         """Move to their requests' own blocks what further paths wrote that won; `gained` [paths]."""
+        moved = self._moved(rows, blocks, winners, gained)
+        self._copy(blocks.scratch[moved].long(), blocks.own[moved].long())
+
+    def _moved(self, rows: Rows, blocks: Blocks, winners: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
+        """Return which blocks [paths, blocks] have KV of winners' tokens."""
         verified = rows.paths[rows.further]
-        won = winners[rows.owners[rows.further]] == verified
-        if won.any():
-            # The last token has no KV yet.
-            last = (blocks.begins + gained[verified] - 1) // self._size - blocks.begins // self._size
-            wanted = won[:, None] & (torch.arange(blocks.own.shape[1]) <= last[:, None])
-            self._copy(blocks.scratch[wanted].long(), blocks.own[wanted].long())
+        # The last token has no KV yet.
+        last = (blocks.begins + gained[verified] - 1) // self._size - blocks.begins // self._size
+        places = torch.arange(blocks.own.shape[1], device=last.device)
+        return (winners[rows.owners[rows.further]] == verified)[:, None] & (places <= last[:, None])
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for cache in self._caches if len(source) else ():

@@ -30,13 +30,14 @@ import msgspec
 
 from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.draft_paths import Entries
 from seer.common.policy.graph_times import Graphs, GraphTimes
 from seer.common.process.log import get_logger
 from seer.common.process.scratch import cache_folder
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.core import CoreHandle
-from seer.services.engine.vllm.drafts.draft_script import DraftScript
+from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
 from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
@@ -56,6 +57,9 @@ PAIR = 3
 
 PAIRS = 21
 """Comparisons of such a draft with a single path: the median of so many differences counts."""
+
+SETTLE = 3
+"""Steps until one that is scheduled ahead verifies what was asked for."""
 
 WAIT_SECONDS = 120.0
 """Longest wait for another engine's measurement, which takes seconds unless it was stopped."""
@@ -300,22 +304,29 @@ def _prefill(probe: Probe, chunks: list[Chunk]) -> None:
 
 def _sibling(probe: Probe, length: int) -> float:
     """Return how many seconds longer a step with two paths takes than one with as many drafts on one path."""
-    vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.plain_tokens, length)
-    scripts = (
-        DraftScript(kind="random", vocab=vocab, count=PAIR),
-        DraftScript(kind="random", vocab=vocab, count=PAIR // 2, others=("random",)),
-    )
+    chunk = _chunk(0, probe.core.plain_tokens, length)
+    ahead = probe.core.ahead
     longer = []
     for _ in range(WARM + PAIRS):
         probe.backend.add(chunk)
         probe.backend.step()  # the prefill
         seconds = []
-        for script in scripts:
-            probe.script_drafts(script)
-            probe.backend.step()
+        for paths in (1, 2):
+            if ahead:
+                probe.hold_drafts(Entries(PAIR, paths))
+            else:
+                others: tuple[Kind, ...] = ("random",) if paths > 1 else ()
+                probe.script_drafts(
+                    DraftScript(
+                        kind="random", vocab=probe.core.vocab_size, count=PAIR // paths, others=others
+                    )
+                )
+            for _ in range(SETTLE if ahead else 1):  # steps that were begun before
+                probe.backend.step()
             begun = time.perf_counter()
-            probe.backend.step()
-            seconds.append(time.perf_counter() - begun)
+            for _ in range(2 if ahead else 1):  # one alone may be shorter than any is: see `_line`
+                probe.backend.step()
+            seconds.append((time.perf_counter() - begun) / (2 if ahead else 1))
         longer.append(seconds[1] - seconds[0])
         probe.backend.drop(chunk.request_id, chunk.attempt)
     return max(0.0, statistics.median(longer[WARM:]))

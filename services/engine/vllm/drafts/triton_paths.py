@@ -25,15 +25,10 @@ class TritonPathOps(PathOps):
 
     def __init__(self, caches: Sequence[torch.Tensor], count: int, size: int) -> None:
         super().__init__(caches, count, size)
-        layers = []
-        for cache in self._caches:
-            stride, block = cache.stride(0) * cache.element_size(), cache[0].nbytes
-            if not cache[0].is_contiguous() or stride % 4 or block % 4:
-                raise RuntimeError(
-                    f"KV of shape {tuple(cache.shape)}, strides {cache.stride()}: blocks have gaps"
-                )
-            layers.append([cache.data_ptr(), stride // 4, block // 4, len(cache) // count])
-        self._layers = torch.tensor(layers, dtype=torch.int64, device=caches[0].device)
+        self._layers: torch.Tensor | None = None  # None: blocks have gaps, which the kernel knows nothing of
+        if all(map(_is_dense, self._caches)):
+            layers = [(*_words(cache), len(cache) // count) for cache in self._caches]
+            self._layers = torch.tensor(layers, dtype=torch.int64, device=caches[0].device)
 
     def begin(self, rows: Rows, inputs: Inputs, lengths: torch.Tensor, contexts: torch.Tensor) -> None:
         """See `PathOps`."""
@@ -64,7 +59,11 @@ class TritonPathOps(PathOps):
 
     def copy_before(self, rows: Rows, blocks: Blocks) -> None:
         """See `PathOps`."""
-        self._copy_blocks(rows, blocks, rows.firsts, rows.firsts, 0)
+        if self._layers is None:
+            partly = blocks.begins % self._size > 0
+            self._copy_wanted(blocks.own[:, :1], blocks.scratch[:, :1], partly[:, None])
+        else:
+            self._copy_blocks(self._layers, rows, blocks, rows.firsts, rows.firsts, 0)
 
     def choose(
         self, rows: Rows, sampled: torch.Tensor, logprobs: torch.Tensor, gained: torch.Tensor
@@ -83,15 +82,40 @@ class TritonPathOps(PathOps):
 
     def copy_after(self, rows: Rows, blocks: Blocks, winners: torch.Tensor, gained: torch.Tensor) -> None:
         """See `PathOps`."""
-        self._copy_blocks(rows, blocks, winners, gained, 1)
+        if self._layers is None:
+            self._copy_wanted(blocks.scratch, blocks.own, self._moved(rows, blocks, winners, gained))
+        else:
+            self._copy_blocks(self._layers, rows, blocks, winners, gained, 1)
+
+    def _copy_wanted(self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Copy blocks that the device alone knows to be wanted; others are copied to where they are."""
+        self._copy(source.reshape(-1).long(), torch.where(wanted, target, source).reshape(-1).long())
 
     def _copy_blocks(
-        self, rows: Rows, blocks: Blocks, winners: torch.Tensor, gained: torch.Tensor, after: int
+        self,
+        layers: torch.Tensor,
+        rows: Rows,
+        blocks: Blocks,
+        winners: torch.Tensor,
+        gained: torch.Tensor,
+        after: int,
     ) -> None:
         further, width = blocks.scratch.shape
         pairs = further * width if after else further
         arguments = (
-            self._layers, rows.owners, rows.paths, rows.further, blocks.begins, winners, gained, blocks.own,
+            layers, rows.owners, rows.paths, rows.further, blocks.begins, winners, gained, blocks.own,
             blocks.scratch, width, pairs, self._size,
         )  # fmt: skip
-        launch(copy_kernel, len(self._layers) * pairs, arguments, after)
+        launch(copy_kernel, len(layers) * pairs, arguments, after)
+
+
+def _is_dense(cache: torch.Tensor) -> bool:
+    """Return whether a block's memory, in whatever order, is one piece of whole words, and nothing else's."""
+    block, numbers = cache[0], (cache.data_ptr(), cache.stride(0) * cache.element_size(), cache[0].nbytes)
+    span = 1 + sum((length - 1) * stride for length, stride in zip(block.shape, block.stride(), strict=True))
+    return span == block.numel() and not any(number % 4 for number in numbers)
+
+
+def _words(cache: torch.Tensor) -> tuple[int, int, int]:
+    """Return where a layer's memory is, and in words of four bytes how far apart blocks are, and how long."""
+    return cache.data_ptr(), cache.stride(0) * cache.element_size() // 4, cache[0].nbytes // 4
