@@ -227,10 +227,8 @@ class EngineConfig(Section, frozen=True):
     dtype: str = "auto"
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
-    model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Which of vLLM's model runners runs steps; `auto`: V2; V1 for drafts on several paths: docs/gpu.md."""
     async_scheduling: bool | None = None
-    """Begin a step before the host has read the last one; default: on GPUs, with V2: docs/gpu.md."""
+    """Begin a step before the host has read the last one; default: on GPUs: docs/gpu.md."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     weights_endpoint: str = ""

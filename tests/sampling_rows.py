@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling.batch import accept_drafts
 from seer.services.engine.vllm.sampling.rows import RECORD, RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.sampler import StepSampler
+from seer.services.engine.vllm.sampling.slot_rows import accept_drafts
 
 
 def pack(vocab, *, key=1, prompt_len=1, stop_ids=(), **fields):

@@ -34,7 +34,6 @@ class Cell:
     window: int = 0
     chunked: int = 0
     priority: bool = False
-    v2: bool = False
     connector: bool = False
     caching: bool = True
     images: bool = False
@@ -219,7 +218,7 @@ class Pair:
             for kind in kinds
         )
         for each in (self.theirs, self.ours):
-            each.use_v2_model_runner = cell.v2
+            each.use_v2_model_runner = True
             each.needs_kv_cache_zeroing = True  # as on CPUs, see `KvAccount.zero_new`
             for manager in each.kv_cache_manager.coordinator.single_type_managers:
                 manager._record_new_block_ids = True
@@ -359,7 +358,7 @@ class Pair:
             assert name in self.stuck or computed <= min(last + (name not in drafted), LONGEST - 1)
 
     def decodes_alone(self) -> bool:
-        """Say whether all that runs decodes, and has been in the last step, so that it must go the short way."""
+        """Say whether all that runs decodes, so that it must go the short way."""
         from vllm.v1.core.sched.interface import PauseState
 
         theirs = self.theirs
@@ -368,7 +367,6 @@ class Pair:
             and not request.is_prefill_chunk
             and not request.num_stale_output_tokens
             and request.sampling_params.repetition_detection is None
-            and (self.cell.v2 or request.request_id in theirs.prev_step_scheduled_req_ids)
             and request.num_tokens > 2
             for request in theirs.running
         ) and any(

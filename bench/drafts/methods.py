@@ -1,13 +1,10 @@
-"""Drafts of five kinds on one engine, in turns: tokens per second, acceptance, and that all tokens are equal.
+"""Drafts of three kinds on one engine, in turns: tokens per second, acceptance, and that tokens are equal.
 
-`off`, vLLM's own `ngram` and `suffix` proposers, and ours from a request's own tokens (`own`) or its
-group's (`grouped`). All run in Seer's backend, whose sampler verifies every draft, so only the drafts
-differ. Responses of a group run one after the other as there is room: with one running request, a
-group's later responses find all earlier ones. Prints JSON.
+`off`, and ours from a request's own tokens (`own`) or its group's (`grouped`). Responses of a group run one
+after the other as there is room: with one running request, a group's later responses find all earlier ones.
+Prints JSON.
 
     python bench/drafts/methods.py --model examples/countdown/model --prompts examples/countdown/prompts.jsonl
-
-`suffix` needs arctic-inference 0.3.0, which the script installs into a folder of its own.
 """
 
 from __future__ import annotations
@@ -31,20 +28,13 @@ if TYPE_CHECKING:
     from seer.services.engine.vllm.worker import SeerWorker
 
 READY = "ready"
-PEER = "arctic-inference==0.3.0"
 GROUP = 16
 MAX_TOKENS = 512
 RUNNING = {1: 1, 4: 2, 16: 3, 32: 6}
 """Requests that run at once, and how many groups of `GROUP` are measured with them."""
 
 DRAFT = 8
-KINDS: dict[str, dict[str, Any] | None] = {
-    "off": None,
-    "ngram": {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2},
-    "suffix": {"method": "suffix"},
-    "own": {},
-    "grouped": {},
-}
+KINDS = ("off", "own", "grouped")
 
 
 class Engine:
@@ -54,25 +44,17 @@ class Engine:
         from tokenizers import Tokenizer
 
         from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
-        from seer.services.engine.vllm import loading
         from seer.services.engine.vllm.backend import VllmBackend
 
         config = EngineConfig(
-            max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0",
-            model_runner="v1",  # V2 has not all of these kinds on CPUs
-        )  # fmt: skip
-        drafts = DraftsConfig(source=kind, max_draft=DRAFT) if kind in ("own", "grouped") else None
-        peer = KINDS[kind]
-        if peer:
-            load = loading.load
-            loading.speculation = lambda *_: {**peer, "num_speculative_tokens": DRAFT}
-            loading.load = lambda config, shared, pool, _, *rest: load(
-                config, shared, pool, DraftsConfig(), *rest
-            )
+            max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0"
+        )
+        drafts = None if kind == "off" else DraftsConfig(source=kind, max_draft=DRAFT)
         self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self._backend.start()
         self._seconds = [0.0]
-        self._backend.core.rpc(watch, seconds=self._seconds)
+        if drafts is not None:
+            self._backend.core.rpc(watch, seconds=self._seconds)
         tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
         lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
         self._prompts = [tokenizer.encode(line).ids for line in lines]
@@ -119,8 +101,8 @@ class Engine:
 
 def watch(worker: SeerWorker, seconds: list[float]) -> None:
     """Add the time of every drafting of this worker to `seconds`."""
-    runner = worker.model_runner
-    propose = runner.propose_draft_token_ids
+    drafter = worker.model_runner.speculator
+    propose = drafter.propose
 
     @functools.wraps(propose)
     def timed(*args: object, **kwargs: object) -> object:
@@ -130,7 +112,7 @@ def watch(worker: SeerWorker, seconds: list[float]) -> None:
         finally:
             seconds[0] += time.perf_counter() - begun
 
-    runner.propose_draft_token_ids = timed
+    drafter.propose = timed
 
 
 def serve(kind: str, model: str, prompts: Path) -> None:
@@ -146,13 +128,12 @@ def serve(kind: str, model: str, prompts: Path) -> None:
 class Contestant:
     """A running contestant."""
 
-    def __init__(self, kind: str, options: argparse.Namespace, peer: Path) -> None:
+    def __init__(self, kind: str, options: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--serve", kind, "--model", options.model]
         command += ["--prompts", str(options.prompts)]
-        paths = [str(peer)] if kind == "suffix" else []
         self._process = subprocess.Popen(
             ["taskset", "-c", "0", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "ERROR"},
+            env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
         )  # fmt: skip
         while (line := self._line()) != READY:
             print(f"{kind}: {line}", file=sys.stderr)
@@ -202,14 +183,6 @@ def compare(contestants: dict[str, Contestant], running: int, turns: int) -> dic
     return report
 
 
-def peer_folder(folder: Path) -> Path:
-    """Return a folder with the peer in it, installing it if need be (two minutes)."""
-    if not (folder / "arctic_inference").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, PEER]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    return folder
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -219,20 +192,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--running", default=",".join(map(str, RUNNING)))
-    parser.add_argument("--peer", type=Path, default=Path("build/arctic"))
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.model, options.prompts)
         return
     kinds = options.kinds.split(",")
-    peer = peer_folder(options.peer) if "suffix" in kinds else options.peer
     report: dict[str, Any] = {"machine": machine("torch", "vllm"), "group": GROUP, "max_tokens": MAX_TOKENS}
     report["turns"] = options.turns
     with contextlib.ExitStack() as stack:
         contestants = {}
         for kind in kinds:
-            contestants[kind] = Contestant(kind, options, peer.absolute())
+            contestants[kind] = Contestant(kind, options)
             stack.callback(contestants[kind].close)
         for running in map(int, options.running.split(",")):
             report[f"running_{running}"] = compare(contestants, running, options.turns)

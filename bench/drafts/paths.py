@@ -2,7 +2,7 @@
 
 The tail of rollouts: of each group, seven responses are known to its tree, and the eighth is generated,
 with 1, 2, 4 and 8 of them running at once. Runs are interleaved; all must give the same tokens. Seconds
-are the process's CPU time. `cap` lets the policy choose path_rows by measured costs; `free` takes rows to
+are the process's CPU time. `cap` lets the policy choose paths by measured costs; `free` takes rows to
 cost nothing, which shows what several paths bring where rows are free. `steps` are the seconds of a step with
 1, 2 and 3 paths of equally many random drafts, of one request and of eight.
 
@@ -56,17 +56,14 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, cache: str) -> None:
         core = max(os.sched_getaffinity(0))
-        config = EngineConfig(
-            kv_blocks=600, max_num_seqs=64, max_model_len=1024, cpu_cores=str(core),
-            model_runner=options.model_runner,
-        )  # fmt: skip
+        config = EngineConfig(kv_blocks=600, max_num_seqs=64, max_model_len=1024, cpu_cores=str(core))
         drafts = DraftsConfig(max_draft=options.max_draft, max_paths=max(PATHS), cache=cache)
         self.backend = VllmBackend(config, SharedConfig(model=str(EXAMPLE / "model")), None, drafts)
         self.backend.start()
         worker = self.backend.core.engine_core.model_executor.driver_worker.worker
-        self.proposer, self.rows = worker.model_runner.drafter, worker.seer_paths
+        self.drafter, self.rows = worker.model_runner.speculator, worker.seer_paths
         self.most = options.max_draft
-        self.costs: StepCosts = self.proposer.budget._costs
+        self.costs: StepCosts = self.drafter.budget._costs
         self.sampling = SamplingParams(max_tokens=options.tokens, temperature=1.0)
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[: options.groups]
         tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
@@ -93,8 +90,8 @@ class Bench:
 
     def roll(self, batch: int, paths: int, costs: StepCosts) -> dict[str, float]:
         """Generate the last response of every group, `batch` at once, from trees as others left them."""
-        self.proposer.budget = DraftBudget(costs, self.most)
-        self.proposer.path_selector.most_paths = paths
+        self.drafter.budget = DraftBudget(costs, self.most)
+        self.drafter.path_selector.most_paths = paths
         steps, seconds, count, rows = 0, 0.0, 0, dict(self.rows.counters)
         before = self.backend.stats()
         for first in range(0, len(self.prompts), batch):
@@ -151,7 +148,6 @@ def main() -> None:
     parser.add_argument("--max-draft", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--model-runner", choices=("v1", "v2"), default="v2")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:

@@ -1,13 +1,12 @@
-"""What the drafts of a step take: `StepDrafter` and `GroupProposer` in turns, step by step, in one process.
+"""What the drafts of a step take: `StepDrafter` and `draft_batch` in turns, step by step, in one process.
 
     python bench/drafts/step_drafter.py [--rounds 5] [--steps 60]
 
 Rows are in groups of 8 siblings, each of which has said 1,000 tokens of bench/drafts/grouped_tokens.py; a
 step draws what of its draft was right and one token more. Prints JSON, medians over the rounds:
 - `step_us`: a call of `DraftStep.run`, which appends, drafts and cuts;
-- `draft_batch_us`: `_native.draft_batch` alone, which appends and drafts;
-- `proposer_us`: `GroupProposer.propose`, which does all that, and chooses lengths; its drafts are the same;
-- `ratio`: of proposer to step.
+- `draft_batch_us`: `_native.draft_batch`, which appends and drafts, and cuts nothing;
+- `ratio`: of that to a step.
 
 `waits`: what steps of 64 rows took and waited, in us, while a thread feeds siblings without a pause, so many
 tokens at a time: by `StepDrafter.feed`, or by the trees' own `append`. Who waits for such an append does so
@@ -23,7 +22,6 @@ import json
 import statistics
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import grouped_tokens
@@ -32,16 +30,9 @@ from lib.machine import machine
 from numpy.typing import NDArray
 
 from seer._native import DraftStep, GroupTree, StepDrafter, draft_batch
-from seer.common.policy.draft_budget import DraftBudget
-from seer.common.policy.draft_costs import StepCosts
-from seer.services.engine.vllm.drafts.path_selector import PathSelector
-from seer.services.engine.vllm.drafts.proposer import GroupProposer
-from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 
 SIBLINGS, SAID, PROMPT = 8, 1000, 4
 ROWS, KS = (1, 64, 256), (2, 8)
-FREE = StepCosts(batches=(1, 256), drafts=(0, 8), grid=((1.0, 1.0001), (1.0, 1.0001)))
-"""Rows cost nothing, so the proposer returns nearly all that it drafts."""
 FEEDS = (64, 4096)
 
 Tokens = NDArray[np.int32]
@@ -104,49 +95,17 @@ class Batch:
         self.said, self.most = np.full(rows, SAID, np.int32), np.full(rows, k, np.int32)
         self.drafts, self.scores = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
 
-    def step(self, buffer: Tokens, lengths: Tokens) -> float:
-        """Return seconds."""
+    def step(self, buffer: Tokens, lengths: Tokens) -> tuple[float, list[list[int]]]:
+        """Return seconds and drafts."""
         counts = np.empty(len(self.rows), np.int32)
         start = time.perf_counter()
         draft_batch(
             self.trees, self.ids, self.rows, buffer, self.prompts, lengths, self.said, self.most, self.drafts,
             counts, out_scores=self.scores,
         )  # fmt: skip
+        seconds = time.perf_counter() - start
         self.said = lengths - PROMPT
-        return time.perf_counter() - start
-
-
-class Proposer:
-    """`GroupProposer` on a made-up runner."""
-
-    def __init__(self, trees: list[GroupTree], rows: int, k: int) -> None:
-        ids, requests = [f"{row}" for row in range(rows)], {}
-        for row, name in enumerate(ids):
-            extra = ExtraArgs(
-                sampling=None,
-                group=f"{row // SIBLINGS}",
-                index=row % SIBLINGS,
-                prompt_len=PROMPT,
-                limit=2**20,
-            )
-            requests[name] = SimpleNamespace(
-                sampling_params=SimpleNamespace(extra_args={EXTRA: extra}, stop_token_ids=[7])
-            )
-        self.proposer = GroupProposer(None)
-        runner = SimpleNamespace(
-            max_num_reqs=rows, requests=requests, input_batch=SimpleNamespace(req_ids=ids)
-        )
-        self.proposer.bind(runner, k, PathSelector(0))
-        self.proposer.budget = DraftBudget(FREE, k)
-        self.proposer._trees = {f"{group}": tree for group, tree in enumerate(trees)}
-
-    def step(
-        self, sampled: list[list[int]], buffer: Tokens, lengths: Tokens
-    ) -> tuple[float, list[list[int]]]:
-        """Return seconds and drafts."""
-        start = time.perf_counter()
-        drafts = self.proposer.propose(sampled, lengths, buffer)
-        return time.perf_counter() - start, drafts
+        return seconds, self.drafts.tolist()
 
 
 def confirmed(drafts: Tokens, counts: Tokens, responses: Tokens, at: Tokens) -> Tokens:
@@ -164,24 +123,22 @@ def one_round(responses: Tokens, rows: int, k: int, steps: int) -> dict[str, flo
     buffer = np.concatenate([np.zeros((len(responses), PROMPT), np.int32), responses], axis=1)[:rows].copy()
     ours = Ours(new_trees(responses, groups), buffer, rows, k)
     batch = Batch(new_trees(responses, groups), rows, k)
-    peer = Proposer(new_trees(responses, groups), rows, k)
     at, counts = np.full(rows, SAID, np.int32), np.ones(rows, np.int32)
-    times: dict[str, list[float]] = {"step_us": [], "draft_batch_us": [], "proposer_us": []}
+    times: dict[str, list[float]] = {"step_us": [], "draft_batch_us": []}
     for _ in range(steps):
         sampled = np.take_along_axis(responses[:rows], at[:, None] + np.arange(k + 1), axis=1)
-        lists = [tokens[:count] for tokens, count in zip(sampled.tolist(), counts.tolist(), strict=True)]
         at = at + counts
         lengths = at + np.int32(PROMPT)
         mine, made, drafts = ours.step(sampled, counts)
-        theirs, lists = peer.step(lists, buffer, lengths)
+        theirs, lists = batch.step(buffer, lengths)
         same = zip(drafts.tolist(), made.tolist(), lists, strict=True)
-        assert all(draft[: len(kept)] == kept and len(kept) <= count for draft, count, kept in same)
-        for name, seconds in zip(times, (mine, batch.step(buffer, lengths), theirs), strict=True):
+        assert all(draft[:count] == whole[:count] for draft, count, whole in same)
+        for name, seconds in zip(times, (mine, theirs), strict=True):
             times[name].append(seconds * 1e6)
         counts = confirmed(drafts, made, responses[:rows], at) + np.int32(1)
     medians = {name: statistics.median(each[5:]) for name, each in times.items()}
     return medians | {
-        "ratio": medians["proposer_us"] / medians["step_us"],
+        "ratio": medians["draft_batch_us"] / medians["step_us"],
         "tokens_a_step": float((at - SAID).mean() / steps),
     }
 

@@ -4,9 +4,9 @@
 
 `make kernel-test` puts Triton into build/triton. Microseconds of thread time, medians: the parameters of a
 step, and all that is prepared and copied for the device (here: to other host memory); launches are left out.
-Rows with penalties have 8,000 known tokens each: `kept` sends those that are new since the last step, `sent`
-all of them. `by_slot` is the step of model runner V2, whose device makes the rows and keeps the histories,
-with the acceptance of drafts; `by_slot_drafts` has three drafts a request.
+Rows with penalties have 8,000 known tokens each, all of which `sent` sends. `by_slot` is the step of an
+engine, whose device makes the rows and keeps the histories, with the acceptance of drafts;
+`by_slot_drafts` has three drafts a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +24,6 @@ from lib.machine import machine
 
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling import triton_sampler, triton_slots
-from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 
 VOCAB, KNOWN, ROWS = 2_100, 8_000, (1, 64, 256, 1024)
@@ -54,16 +52,13 @@ def measure(kind: str, rows: int, repeats: int) -> dict[str, object]:
         RequestSampling.pack(sampling, key=k, prompt_len=9, stop_ids=(), vocab=VOCAB) for k in range(rows)
     ]
     table = SamplingTable(requests)
-    history = np.random.default_rng(rows).integers(0, VOCAB, (rows, KNOWN + 2 * repeats), dtype=np.int32)
-    logits, position, histories = torch.empty(rows, VOCAB), count(KNOWN), Histories()
+    history = np.random.default_rng(rows).integers(0, VOCAB, (rows, KNOWN), dtype=np.int32)
+    logits = torch.empty(rows, VOCAB)
 
-    def step(kept: Histories | None) -> object:
-        params = table.step(np.full(rows, next(position) if kept else KNOWN), history)
-        return triton_sampler.sample(logits, params, kept)
+    def step() -> object:
+        return triton_sampler.sample(logits, table.step(np.full(rows, KNOWN), history))
 
-    line = {"kind": kind, "rows": rows, "kept": microseconds(lambda: step(histories), repeats)}
-    if kind == "penalties":
-        line["sent"] = microseconds(lambda: step(None), repeats)
+    line = {"kind": kind, "rows": rows, "sent": microseconds(step, repeats)}
     line["by_slot"] = by_slot(requests, 0, repeats)
     line["by_slot_drafts"] = by_slot(requests, 3, repeats)
     return line

@@ -1,6 +1,6 @@
 """Host time of an engine's step outside the forward pass, by part, with and without drafts; print JSON.
 
-    python bench/engine/step_host.py --model examples/countdown/model [--rows 64 256] [--runners v1 v2]
+    python bench/engine/step_host.py --model examples/countdown/model [--rows 64 256]
 
 Milliseconds of thread time per step that only decodes, medians, each without what it calls of other parts;
 `wall` is the whole step (`seer.doctor.step_clock`).
@@ -15,6 +15,7 @@ on this machine costs. `schedulers` is the part `scheduler` by who schedules, vL
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -31,15 +32,13 @@ WARM = 60
 class Engine:
     """An engine whose steps are timed."""
 
-    def __init__(self, model: str, rows: int, draft: int, runner: str) -> None:
+    def __init__(self, model: str, rows: int, draft: int) -> None:
         from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
         from seer.doctor.step_clock import watch_engine
         from seer.services.engine.vllm.backend import VllmBackend
 
         drafts = DraftsConfig(max_draft=draft, max_paths=1) if draft else None
-        config = EngineConfig(
-            max_num_seqs=rows, max_model_len=1024, kv_cache_gib=1.0, cpu_cores="0", model_runner=runner
-        )
+        config = EngineConfig(max_num_seqs=rows, max_model_len=1024, kv_cache_gib=1.0, cpu_cores="0")
         self.backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self.backend.start()
         if draft:
@@ -82,13 +81,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--draft", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--runners", nargs="+", default=["v1"], help="v1, v2")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:  # one engine a process
-        rows, draft, runner = options.engine.split(",")
-        rows = int(rows)
-        engine = Engine(options.model, rows, int(draft), runner)
+        rows, draft = map(int, options.engine.split(","))
+        engine = Engine(options.model, rows, draft)
         kinds: dict[str, dict[str, Any]] = {"plain": {}, "penalties": {"repetition_penalty": 1.1}}
         result = {name: engine.run(rows, options.steps, kind) for name, kind in kinds.items()}
         if options.turns:
@@ -96,19 +93,13 @@ def main() -> None:
         print(json.dumps(result), flush=True)
         os._exit(0)  # vLLM's threads would be waited for
     report: dict[str, Any] = {"machine": machine("torch", "vllm", "numpy"), "unit": "milliseconds a step"}
-    cells = [
-        (rows, draft, runner)
-        for rows in options.rows
-        for draft in (0, options.draft)
-        for runner in options.runners
-    ]
-    for rows, draft, runner in cells:
+    for rows, draft in itertools.product(options.rows, (0, options.draft)):
         command = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps)]
         command += ["--turns", str(options.turns)]
         done = subprocess.run(
-            [*command, "--engine", f"{rows},{draft},{runner}"], stdout=subprocess.PIPE, check=True, text=True
+            [*command, "--engine", f"{rows},{draft}"], stdout=subprocess.PIPE, check=True, text=True
         )
-        name = f"{rows} rows, {'drafts' if draft else 'no drafts'}, {runner}"
+        name = f"{rows} rows, {'drafts' if draft else 'no drafts'}"
         report[name] = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(report, indent=1))
 

@@ -242,10 +242,7 @@ class System:
         except SeerError as error:
             await self._stack.aclose()
             raise RefusedError(str(error)[-500:]) from error
-        return {
-            "runner": f"engine.model_runner = {config.engine.model_runner!r}",
-            "scheduling": versions["scheduling"],
-        }
+        return {"scheduling": versions["scheduling"]}
 
     async def run(self, prompts: Prompts, n: int, tokens: int, seed: int) -> Responses:
         """Return all responses, in order."""

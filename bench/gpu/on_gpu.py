@@ -111,8 +111,7 @@ CELLS = "chunk-16,synchronous,preempt,drafts-right,drafts-random"
 GPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench"))}),
     "split": Command(560, {
-        "rates": rates(430, "vllm off off-now vllm-v1 engine vllm-here off-1024 off-v1 engine-v1",
-                       "512x64 512x1 16x256", 2),
+        "rates": rates(430, "vllm off off-now vllm-v1 engine vllm-here off-1024", "512x64 512x1 16x256", 2),
         "profile": Piece(130, script("profile_steps", "--seconds", "60")),
     }),
     "graphs": Command(330, {
@@ -140,7 +139,7 @@ QUICK = ("--cpu", "--turns", "1", "--seconds", "400", "--sides", "vllm")
 CPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench", "--cpu"))}),
     "split": Command(560, {
-        "rates": Piece(430, script("rates", *QUICK, "off", "off-v1", "engine")),
+        "rates": Piece(430, script("rates", *QUICK, "off", "engine")),
         "profile": Piece(130, script("profile_steps", "--cpu", "--seconds", "60", "--sides", "engine")),
     }),
     "graphs": Command(330, {

@@ -1,6 +1,6 @@
 """Where a step's time goes: 20 decode steps of bare vLLM and of Seer's engine, by torch's profiler.
 
-    python bench/gpu/profile_steps.py profile.json --sides vllm-here engine engine-v1
+    python bench/gpu/profile_steps.py profile.json --sides vllm-here engine
     python bench/gpu/profile_steps.py profile.json --cpu
 
 Each side has a process of its own, one after the other. Writes after each side, in milliseconds a step: the

@@ -20,12 +20,10 @@ sys.path.insert(0, str(EXAMPLE))
 from heavier import WEIGHTS, heavier
 
 OFF, NOW = "drafts.source=off", "engine.async_scheduling=false"
-V1 = "engine.model_runner=v1"
 GROUPED = "drafts.source=grouped"
 
 SYSTEMS = {
     "off": [OFF],
-    "off-v1": [OFF, V1],
     "off-1024": [OFF, "buffer.chunk_size=1024"],
     "off-now": [OFF, NOW],
     "own": ["drafts.source=own"],
@@ -35,7 +33,7 @@ SYSTEMS = {
 """Seer with its services; `now`: each step begins once the last one is read.
 By default chunks have 256 tokens here: a 64th of a response, but at least that."""
 
-ENGINES = {"engine": [OFF], "engine-v1": [OFF, V1]}
+ENGINES = {"engine": [OFF]}
 """Seer's engine alone, without its services."""
 
 BARE = {

@@ -76,23 +76,6 @@ void count_drafts(const Table<int32_t>& cells, const List<int32_t>& keep, const 
             for (const seer::Tally& tally : tallies) tally.add(slots(row), cells(row, static_cast<size_t>(k)), k < accepted(row));
 }
 
-void take_drafts(const nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>& tokens, const List<int32_t>& positions,
-                 const List<int32_t>& counts, const Array<int32_t, 1>& out_drafts) {
-    const size_t n = counts.shape(0), width = tokens.shape(1);
-    require(positions.shape(0) == n && n <= tokens.shape(0), "token_ids, positions and counts must have a place for each request");
-    require(width <= 1 || tokens.stride(1) == 1, "token_ids must have a column stride of 1");
-    check_below(positions.data(), n, width + 1, "positions");
-    size_t total = 0;
-    for (size_t row = 0; row < n; ++row) {
-        require(counts(row) >= 0 && static_cast<size_t>(positions(row)) + static_cast<size_t>(counts(row)) <= width, "drafts must end within token_ids");
-        total += static_cast<size_t>(counts(row));
-    }
-    require(out_drafts.shape(0) == total, "out_drafts must have a place for each draft");
-    int32_t* out = out_drafts.data();
-    for (size_t row = 0; row < n; ++row)
-        out = std::copy_n(tokens.data() + static_cast<int64_t>(row) * tokens.stride(0) + positions(row), counts(row), out);
-}
-
 void accept_drafts(const List<int32_t>& tokens, const List<float>& logprobs, const List<int32_t>& counts,
                    const List<int32_t>& drafts, int32_t rejected, const Array<int32_t, 2>& out_tokens,
                    const Array<float, 2>& out_logprobs) {
@@ -138,8 +121,6 @@ void bind_draft_choice(nb::module_& m) {
           nb::arg("bases"), nb::arg("rates"), nb::arg("out_cells").noconvert(), nb::arg("out_chances").noconvert());
     m.def("choose_drafts", &choose_drafts, nb::arg("chances"), nb::arg("seconds"), nb::arg("others"), nb::arg("price"),
           nb::arg("weights").none(), nb::arg("out_keep").noconvert());
-    m.def("take_drafts", &take_drafts, nb::arg("token_ids").noconvert(), nb::arg("positions"), nb::arg("counts"),
-          nb::arg("out_drafts").noconvert());
     m.def("accept_drafts", &accept_drafts, nb::arg("tokens"), nb::arg("logprobs"), nb::arg("counts"), nb::arg("drafts"),
           nb::arg("rejected"), nb::arg("out_tokens").noconvert(), nb::arg("out_logprobs").noconvert());
     m.def("draft_lists", &draft_lists, nb::arg("token_ids").noconvert(), nb::arg("keep").noconvert());

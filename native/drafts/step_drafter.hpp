@@ -2,7 +2,7 @@
 // the GIL, without a Python object, and without an exception.
 //
 // Invariants (tests/property/test_step_drafter.py and tests/native/step_drafter_stress.cpp assert them):
-// - a row's draft is what GroupProposer would draft: within its chunk's limit, nothing after a stop id, no placeholder;
+// - a row's draft ends within its chunk's limit, and has nothing after a stop id, and no placeholder;
 //   the first of several paths is the one that there would be alone;
 // - tokens go into a row's own output and its trees whatever k is, in the order of rows; a row that drew none
 //   (unfinished prefill) teaches and drafts nothing;

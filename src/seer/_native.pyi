@@ -124,7 +124,7 @@ def draft_batch(
     """
 
 class StepDrafter:
-    """Makes the drafts of whole steps from the tokens just drawn, as `GroupProposer` would.
+    """Makes the drafts of whole steps from the tokens just drawn.
 
     `slots` requests at most have one each. All methods may be called from any thread, and wait without the
     GIL where they have to. It keeps the trees that it uses. `native/drafts/step_drafter.hpp` has its
@@ -268,17 +268,6 @@ def choose_drafts(
     """Fill how many tokens of each draft to verify; `draft_budget.best` explains.
 
     Raises `ValueError` for shapes that do not fit.
-    """
-
-def take_drafts(
-    token_ids: npt.NDArray[np.int32],
-    positions: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.int32],
-    out_drafts: npt.NDArray[np.int32],
-) -> None:
-    """Fill all requests' drafts [sum(counts)]: `counts[i]` tokens of row i from `positions[i]` on.
-
-    Raises `ValueError` for shapes that do not fit, and for drafts that are not within `token_ids`.
     """
 
 def accept_drafts(

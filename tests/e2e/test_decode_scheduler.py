@@ -23,7 +23,6 @@ MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 ENGINES = {
     "plain": ({}, None),
     "drafts": ({}, DraftsConfig(source="random", max_draft=4)),
-    "v1 with drafts": ({"model_runner": "v1"}, DraftsConfig(source="random", max_draft=4)),
     "ahead": ({"async_scheduling": True}, None),
     "ahead with drafts": ({"async_scheduling": True}, DraftsConfig(source="random", max_draft=4)),
 }

@@ -47,23 +47,19 @@ PLANS = {
 }
 
 
-def start(model: Path, cache: Path, runner: str) -> VllmBackend:
-    config = EngineConfig(
-        kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(os.sched_getaffinity(0))),
-        model_runner=runner,
-    )  # fmt: skip
+def start(model: Path, cache: Path) -> VllmBackend:
+    core = str(min(os.sched_getaffinity(0)))
+    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=core)
     drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(cache))
     backend = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
     backend.start()
     return backend
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
-def engine(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmBackend]:
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
-    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"), request.param)
+    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"))
     engine._drafting.start_always()
     yield engine
     engine.close()
@@ -78,17 +74,6 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
     assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
-    runner = runner_of(engine)
-    if not is_v2(engine):
-        assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
-
-
-def runner_of(backend: VllmBackend) -> object:
-    return backend.core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-def is_v2(backend: VllmBackend) -> bool:
-    return backend.core.vllm_config.use_v2_model_runner
 
 
 def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
@@ -173,15 +158,9 @@ def test_a_winners_kv_is_the_requests_own(backend, plan):
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_without_either_copy_of_kv_something_differs(backend, monkeypatch, place):
     """The partial block is copied before the forward pass, a winner's blocks after sampling."""
-    from vllm.v1.worker import gpu_model_runner  # only once an engine prepared vLLM's environment
+    from seer.services.engine.vllm.drafts import path_ops
 
-    from seer.services.engine.vllm.drafts import path_ops, path_rows
-
-    if is_v2(backend):
-        monkeypatch.setattr(path_ops.PathOps, f"copy_{place}", lambda *_: None)
-    else:
-        module = gpu_model_runner if place == "before" else path_rows
-        monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)
+    monkeypatch.setattr(path_ops.PathOps, f"copy_{place}", lambda *_: None)
     with pytest.raises(AssertionError):
         check_kv(backend, "right_second")
 
@@ -262,23 +241,21 @@ def test_captured_requests_have_one_row(backend):
 
 def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
     """Rows that should say the same differ by last bits on some hardware; here, by force."""
-    from seer.services.engine.vllm import runner_v1
     from seer.services.engine.vllm.sampling import slot_rows
 
-    module = slot_rows if is_v2(backend) else runner_v1
     script(backend, "none")
     whole = one_go(backend, BASE)
     backend.probe.script_drafts(
         DraftScript(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, others=("right",))
     )
-    before, accept_drafts = counts(backend), module.accept_drafts
+    before, accept_drafts = counts(backend), slot_rows.accept_drafts
 
     def torn(tokens, logprobs, counts, drafts):
         if len(counts) > 1:
             tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(module, "accept_drafts", torn)
+    monkeypatch.setattr(slot_rows, "accept_drafts", torn)
     assert one_go(backend, BASE).tokens == whole.tokens
     after = gained(backend, before)
     assert after["conflicts"] == after["rows"] > 0
@@ -331,9 +308,7 @@ def roll(backend, prompt, switches=False):
     return tokens
 
 def main():
-    config = EngineConfig(
-        kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2, model_runner=sys.argv[4]
-    )
+    config = EngineConfig(kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2)
     drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[3])
     backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
     backend.start()
@@ -361,11 +336,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path, runner):
+def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
     (tmp_path / "two.py").write_text(TWO_RANKS)
     place, model, prompt = tmp_path / "two.py", str(tiny_model), json.dumps(PROMPT)
-    command = [sys.executable, str(place), model, prompt, str(tmp_path), runner]
+    command = [sys.executable, str(place), model, prompt, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (plain, drafted, switched), ranks = json.loads(done.stdout.splitlines()[-1])
@@ -383,14 +357,12 @@ def test_trees_give_several_paths_where_they_pay(backend):
     whole = one_go(backend, sampling, group_id="").tokens
     said = [[(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)]
     runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
-    proposer, (budget, paths) = (
-        runner.drafter,
-        (runner.drafter.budget, runner.drafter.path_selector.most_paths),
-    )
+    drafter = runner.speculator
+    budget, paths = drafter.budget, drafter.path_selector.most_paths
     backend.probe.script_drafts(None)
     try:
-        proposer.budget = DraftBudget(StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),)), 11)
-        proposer.path_selector.most_paths = 3
+        drafter.budget = DraftBudget(StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),)), 11)
+        drafter.path_selector.most_paths = 3
         before, drafted = counts(backend), backend.stats()
         backend.add(chunk("again", sampling, index=9))
         backend.feed(
@@ -401,7 +373,7 @@ def test_trees_give_several_paths_where_they_pay(backend):
             for generated in backend.step().generated:
                 got += generated.token_ids
     finally:
-        proposer.budget, proposer.path_selector.most_paths = budget, paths
+        drafter.budget, drafter.path_selector.most_paths = budget, paths
     after, stats = gained(backend, before), backend.stats()
     assert got == whole
     assert after["rows"] >= after["won"] > 0

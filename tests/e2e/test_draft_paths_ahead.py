@@ -51,7 +51,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
     config = EngineConfig(
         kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), async_scheduling=True,
-        model_runner="v2",
     )  # fmt: skip
     drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(tmp_path_factory.mktemp("profiles")))
     with scheduling_ahead():
@@ -262,7 +261,6 @@ SHAPES = [0, 3, Entries(5, 2), Entries(8, 3), Entries(11, 2)]
 if __name__ == "__main__":
     config = EngineConfig(
         kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2, async_scheduling=True,
-        model_runner="v2",
     )
     with scheduling_ahead():
         drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[2])

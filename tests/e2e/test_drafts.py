@@ -48,18 +48,10 @@ VOCAB = 200
 KINDS = ("right", "wrong", "random", "truncated")
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
-def engine(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[VllmBackend]:
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
-    config = EngineConfig(
-        kv_blocks=36,
-        max_num_seqs=32,
-        max_model_len=256,
-        cpu_cores=str(min(cores)),
-        model_runner=request.param,
-    )
+    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
     drafts = DraftsConfig(max_draft=5, cache=str(tmp_path_factory.mktemp("profiles")))
     engine = VllmBackend(config, SharedConfig(model=str(tiny_model)), None, drafts)
     engine.start()
@@ -215,16 +207,14 @@ def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, see
     assert after.free_blocks == backend.capacity.kv_blocks
 
 
-def test_steps_without_drafts_have_no_proposer_and_nothing_to_verify(backend, monkeypatch):
-    from seer.services.engine.vllm.drafts.proposer import GroupProposer
-    from seer.services.engine.vllm.runner_v1 import RowSampler
+def test_steps_without_drafts_make_none_and_have_nothing_to_verify(backend, monkeypatch):
+    from seer.services.engine.vllm.drafts.speculator import TreeSpeculator
     from seer.services.engine.vllm.sampling import slot_rows
 
     whole = one_go(backend, BASE)
     control = backend._drafting
     control._queue("seer_switch_drafts", on=False)
-    monkeypatch.setattr(GroupProposer, "propose", None)
-    monkeypatch.setattr(RowSampler, "_verify", None)
+    monkeypatch.setattr(TreeSpeculator, "_draft_each", None)
     monkeypatch.setattr(slot_rows, "accept_drafts", None)
     assert one_go(backend, BASE).tokens == whole.tokens
     control._queue("seer_switch_drafts", on=True)
@@ -288,7 +278,6 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     """As vLLM's own rejection sampler does not on CPUs (vllm-project/vllm#55005), which never runs here."""
     from vllm.v1.sample import rejection_sampler  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm import runner_v1
     from seer.services.engine.vllm.sampling import slot_rows
 
     limit = 60.0  # exceeded once in a million
@@ -297,7 +286,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     assert backend.stats().accepted_tokens > before.accepted_tokens
     monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     assert chi_square(backend) < limit
-    accept_drafts = runner_v1.accept_drafts
+    accept_drafts = slot_rows.accept_drafts
 
     def all_accepted(tokens, logprobs, counts, drafts):
         owners = np.repeat(np.arange(len(counts)), counts + 1)
@@ -305,8 +294,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
         tokens[~last] = drafts
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    for module in (runner_v1, slot_rows):
-        monkeypatch.setattr(module, "accept_drafts", all_accepted)
+    monkeypatch.setattr(slot_rows, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

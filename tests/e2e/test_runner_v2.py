@@ -1,6 +1,6 @@
-"""Model runner V2 draws what V1 draws, also where it schedules ahead.
+"""The kernels of GPUs, in Triton's interpreter, draw what ours for CPUs draw, also where steps are scheduled ahead.
 
-`make kernel-test` runs the same with V2's own kernels, in Triton's interpreter, in place of ours for CPUs.
+Without Triton (`make kernel-test` has it) ours run in both: then a fresh process and the schedule are compared.
 """
 
 import importlib.util
@@ -26,11 +26,9 @@ MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, object]:
-    """What each way gives with model runner V1."""
+    """What each way gives in this process, one step at a time, with our kernels for CPUs."""
     cores = os.sched_getaffinity(0)
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), model_runner="v1"
-    )
+    config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
     backend = VllmBackend(config, SharedConfig(model=str(MODEL)))
     backend.start()
     results = {way.__name__: way(backend) for way in WAYS}
@@ -43,7 +41,7 @@ AHEAD = [pytest.param(how, marks=pytest.mark.breadth) for how in ("ahead", "draf
 
 
 @pytest.mark.parametrize("how", ["now", *AHEAD])
-def test_it_draws_what_v1_draws(expected: dict[str, object], how: str) -> None:
+def test_it_draws_what_kernels_for_cpus_draw(expected: dict[str, object], how: str) -> None:
     script = Path(__file__).with_name("v2_engine.py")
     paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -52,6 +50,6 @@ def test_it_draws_what_v1_draws(expected: dict[str, object], how: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     module, scheduling, results = json.loads(done.stdout.splitlines()[-1])
-    assert module == "vllm.v1.worker.cpu.model_runner"  # V2's; V1's is vllm.v1.worker.cpu_model_runner
+    assert module == "vllm.v1.worker.cpu.model_runner"  # V2's
     assert scheduling == ("synchronous" if how == "now" else "asynchronous")
     assert results == expected

@@ -328,15 +328,16 @@ def test_self_test_refuses_one_wrong_token(backend):
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
-    from seer.services.engine.vllm import runner_v1, self_test
+    from seer.services.engine.vllm import self_test
+    from seer.services.engine.vllm.sampling.sampler import StepSampler
 
-    sample = runner_v1.StepSampler.__call__
+    sample = StepSampler.__call__
 
     def off_by_one(self, logits, params):
         params.records["position"] += 1
         return sample(self, logits, params)
 
-    monkeypatch.setattr(runner_v1.StepSampler, "__call__", off_by_one)
+    monkeypatch.setattr(StepSampler, "__call__", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
         self_test.check(backend.probe)
 

@@ -1,4 +1,4 @@
-"""Runs `WAYS` on an engine with model runner V2, on a CPU, and prints what they gave as JSON. Runs as a script.
+"""Runs `WAYS` on an engine on a CPU, and prints what they gave as JSON. Runs as a script.
 
 V2's kernels are Triton's. Ours for CPUs take their place, unless Triton is here: then its interpreter runs them.
 """
@@ -45,9 +45,8 @@ def main(model: str, how: str, names: list[str]) -> None:
     core, ahead = str(min(os.sched_getaffinity(0))), how != "now"
     drafts = DraftsConfig(max_draft=4, cache=tempfile.mkdtemp()) if how == "drafts" else None
     config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead,
-        model_runner="v2",
-    )  # fmt: skip
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead
+    )
     if importlib.util.find_spec("triton") is not None:
         CoreHandle.describe = with_our_kernels(CoreHandle.describe)
     with scheduling_ahead() if ahead else contextlib.nullcontext():

@@ -125,31 +125,24 @@ def test_chances_of_any_size_are_taken_in_falling_order(seed, n, least):
 
 @st.composite
 def verified(draw):
-    """What a step verifies: tokens of rows, how many are known, drafts behind them, and what was drawn."""
-    n, columns = draw(st.integers(0, 6)), 9
+    """What a step verifies: drafts by row, and what was drawn."""
+    n = draw(st.integers(0, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    known, counts = rng.integers(0, 6, n), rng.integers(0, 4, n)
-    table = rng.integers(0, 3, (n + 2, columns + 3))[:, :columns].astype(
-        np.int32
-    )  # its rows are not adjacent
-    drawn = rng.integers(0, 3, counts.sum() + n).astype(np.int32)
-    return table, known.astype(np.int32), counts.astype(np.int32), drawn, rng.random(len(drawn), np.float32)
+    counts = rng.integers(0, 4, n).astype(np.int32)
+    drafts, drawn = (rng.integers(0, 3, size).astype(np.int32) for size in (counts.sum(), counts.sum() + n))
+    return counts, drafts, drawn, rng.random(len(drawn), np.float32)
 
 
 @settings(max_examples=300)
 @given(verified())
 def test_drafts_count_up_to_the_first_that_is_not_what_was_drawn(step):
-    table, known, counts, drawn, logprobs = step
-    rows = [row[at : at + count].tolist() for row, at, count in zip(table, known, counts, strict=False)]
-    drafts = np.full(counts.sum(), -7, np.int32)
-    _native.take_drafts(table, known, counts, drafts)
-    assert drafts.tolist() == [token for row in rows for token in row]
-
+    counts, drafts, drawn, logprobs = step
     width = int(counts.max(initial=0)) + 1
     tokens, values = np.full((len(counts), width), 9, np.int32), np.full((len(counts), width), 9, np.float32)
     _native.accept_drafts(drawn, logprobs, counts, drafts, -1, tokens, values)
-    begin = 0
-    for row, draft in enumerate(rows):
+    begin, left = 0, drafts.tolist()
+    for row, count in enumerate(counts.tolist()):
+        draft, left = left[:count], left[count:]
         end = begin + len(draft) + 1
         mine = drawn[begin:end].tolist()
         right = next((i for i, (a, b) in enumerate(zip(mine, draft, strict=False)) if a != b), len(draft))
@@ -159,18 +152,7 @@ def test_drafts_count_up_to_the_first_that_is_not_what_was_drawn(step):
 
 
 def test_what_a_step_verifies_is_refused_where_it_does_not_fit():
-    table, two = np.zeros((2, 4), np.int32), np.array([1, 2], np.int32)
-    cases = [
-        (table, np.array([3, 3], np.int32), two, 3),  # beyond the end of a row
-        (table, np.array([-1, 0], np.int32), two, 3),
-        (table, two, np.array([-1, 1], np.int32), 0),
-        (table, two, np.ones(3, np.int32), 3),
-        (table, np.ones(3, np.int32), np.ones(3, np.int32), 3),  # more requests than rows
-        (table, two, two, 4),
-    ]
-    for tokens, positions, counts, room in cases:
-        with pytest.raises(ValueError, match="must"):
-            _native.take_drafts(tokens, positions, counts, np.zeros(room, np.int32))
+    two = np.array([1, 2], np.int32)
     out, values = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32)
     drawn, logprobs, drafts = np.zeros(5, np.int32), np.zeros(5, np.float32), np.zeros(3, np.int32)
     _native.accept_drafts(drawn, logprobs, two, drafts, -1, out, values)

@@ -1,7 +1,7 @@
-"""The step drafter makes the drafts of `GroupProposer`, whatever comes between steps.
+"""The step drafter drafts what `ReferenceDrafts` does, whatever comes between steps.
 
-Two comparisons: with one proposer for all rows, as engines have it, where no tree refuses anything; and with a
-proposer for each slot, where trees are full and attempts contradict each other: what is refused costs a row alone.
+Two histories: as engines have them, where no tree refuses anything; and where trees are full and attempts
+contradict each other: what is refused costs a row alone.
 """
 
 import ctypes
@@ -9,23 +9,17 @@ import sys
 import threading
 import time
 from random import Random
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_drafts import ReferenceDrafts, Row, cut_tree
 
 from seer._native import RUN_DRAFT_STEP, DraftStep, GroupTree, StepDrafter
-from seer.common.policy.draft_budget import Choice
 from seer.common.policy.draft_paths import paths_of
-from seer.services.engine.vllm.drafts import proposer as module
-from seer.services.engine.vllm.drafts.path_selector import PathSelector
-from seer.services.engine.vllm.drafts.proposer import GroupProposer
-from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 
-SLOTS, LENGTH, WIDTH = 4, 4096, 9
+SLOTS, WIDTH = 4, 9
 KS = (0, 1, 2, 4, 8)
 PROMPTS = {"g": [1, 2, 3], "h": list(range(6)) * 7, "": [2], "lost": [4, 5]}
 """Prompts by group: one is shorter than contexts reach, one longer, one has no group, one no tree."""
@@ -33,169 +27,49 @@ SONG = [0, 1, 2, 3, 4, 5, 3, 1] * 5
 LARGE = 2**30
 
 
-class TakeAll:
-    """Stands for the budget: all that is drafted is verified."""
-
-    def __init__(self) -> None:
-        self.on, self.scores = True, None
-
-    def should_draft(self) -> bool:
-        return self.on
-
-    def slot(self, group, told) -> int:
-        return 0
-
-    def learn(self, choice, accepted) -> None:
-        pass
-
-    def choose(self, slots, scores, counts, n, high) -> Choice:
-        self.scores = scores.copy()
-        return Choice(counts.copy(), np.zeros_like(scores, dtype=np.int32), slots)
-
-
-class Taught(GroupProposer):
-    """Knows that trees were given what a request had said when it got its row."""
-
-    def _set_rows(self, ids, requests) -> None:
-        super()._set_rows(ids, requests)
-        for row, name in enumerate(ids):
-            if requests[name].taught is not None:
-                self._appended[row], requests[name].taught = requests[name].taught, None
-
-
-class Proposers:
-    """`GroupProposer` on a made-up runner: one for all slots, or one for each with common trees."""
-
-    def __init__(self, kind: type[GroupProposer], placeholder: int, apart: bool) -> None:
-        self.tokens, self.lengths = np.zeros((SLOTS, LENGTH), np.int32), np.zeros(SLOTS, np.int32)
-        self.rows: dict[int, str] = {}
-        self.requests: dict[str, SimpleNamespace] = {}
-        self.refused = self.names = 0
-        self.all = [self._proposer(kind, placeholder) for _ in range(SLOTS if apart else 1)]
-        self.trees = self.all[0]._trees
-        for proposer in self.all:
-            proposer._trees = self.trees
-
-    def _proposer(self, kind: type[GroupProposer], placeholder: int) -> GroupProposer:
-        proposer = kind(None)
-        runner = SimpleNamespace(max_num_reqs=SLOTS, requests=self.requests, input_batch=SimpleNamespace())
-        proposer.bind(runner, WIDTH, PathSelector(0))
-        proposer._placeholder, proposer.budget = placeholder, TakeAll()
-        return proposer
-
-    def _teach(self, tree, name, output) -> bool:
-        try:
-            if tree is not None and name >= 0 and output:  # in pieces: a tree may be full in between
-                StepDrafter(1).feed(tree, name, 0, output)
-        except ValueError:
-            self.refused += 1
-            return False
-        return True
-
-    def set(self, slot, extra, output, stops) -> None:
-        self.names += 1
-        name = self.rows[slot] = f"{self.names}"
-        tree, common = self.trees.get(extra.group), self.all[0]._common
-        learnt = tree is None or tree.bytes >= module.TREE_BYTES or self._teach(tree, extra.index, output)
-        learnt &= self._teach(common, name_of(extra), output)
-        params = SimpleNamespace(extra_args={EXTRA: extra}, stop_token_ids=list(stops))
-        self.requests[name] = SimpleNamespace(
-            sampling_params=params, extra=extra, taught=len(output) if learnt else 0
-        )
-        known = [*PROMPTS[extra.group], *output]
-        self.tokens[slot, : len(known)], self.lengths[slot] = known, len(known)
-
-    def prompt(self, slot) -> list[int]:
-        return PROMPTS[self.requests[self.rows[slot]].extra.group]
-
-    def output(self, slot) -> list[int]:
-        return self.tokens[slot, len(self.prompt(slot)) : self.lengths[slot]].tolist()
-
-    def use_common(self, enabled) -> None:
-        common = GroupTree((), module.TREE_BYTES) if enabled else None
-        for proposer in self.all:
-            proposer._common = common
-        for slot, name in sorted(self.rows.items()) if enabled else ():
-            output, request = self.output(slot), self.requests[name]
-            if self._teach(common, name_of(request.extra), output):
-                continue
-            if request.taught is not None:
-                request.taught = 0
-            else:
-                self.all[slot]._appended[0] = 0
-
-    def step(self, rows, k) -> list[tuple[list[int], list[float]]]:
-        """Sample these tokens, by slot; return drafts and scores."""
-        for slot, sampled in rows.items():
-            end = self.lengths[slot] + len(sampled)
-            self.tokens[slot, self.lengths[slot] : end], self.lengths[slot] = sampled, end
-        parts = [[slot] for slot in rows] if len(self.all) > 1 else [list(rows)]
-        return [made for slots in parts for made in self._propose(slots, [rows[slot] for slot in slots], k)]
-
-    def _propose(self, slots, sampled, k) -> list[tuple[list[int], list[float]]]:
-        if not slots:
-            return []
-        if len(self.all) > 1 and not sampled[0]:  # it would look now whether the tree is full
-            return [([], [])]
-        proposer = self.all[slots[0] % len(self.all)]
-        proposer._runner.input_batch.req_ids = [self.rows[slot] for slot in slots]
-        proposer._drafts, proposer._parents = (np.zeros((SLOTS, max(k, 1)), np.int32) for _ in range(2))
-        proposer._scores, proposer.budget.on = np.zeros((SLOTS, max(k, 1)), np.float32), k > 0
-        before = proposer.counters["refused"]
-        order = [*slots, *(slot for slot in range(SLOTS) if slot not in slots)]
-        drafts = proposer.propose(sampled, self.lengths[order], self.tokens[order])
-        self.refused += proposer.counters["refused"] - before
-        scores = [
-            proposer.budget.scores[row, : len(draft)].tolist() if draft else []
-            for row, draft in enumerate(drafts)
-        ]
-        return list(zip(drafts, scores, strict=True))
-
-
-def name_of(extra) -> int:
-    return module._name(extra) if extra.group else -1
-
-
 class Pair:
-    """The same history told to the step drafter and to proposers."""
+    """The same history told to the step drafter and to the reference. `orderly`: no tree refuses anything."""
 
-    def __init__(self, apart, placeholder, most_bytes) -> None:
-        self.apart, self.placeholder, self.most_bytes = apart, placeholder, most_bytes
-        self.drafter = StepDrafter(SLOTS)
-        self.peer = Proposers(Taught if apart else GroupProposer, placeholder, apart)
-        self.trees = {group: GroupTree(PROMPTS[group], most_bytes) for group in "gh"}
-        for group in self.trees:
-            self.peer.all[0].open(group, PROMPTS[group])
+    def __init__(self, orderly, placeholder, most_bytes) -> None:
+        self.orderly, self.placeholder, self.most_bytes = orderly, placeholder, most_bytes
+        self.drafter, self.peer = StepDrafter(SLOTS), ReferenceDrafts(most_bytes)
+        # Trees of the one and of the other, by group.
+        self.trees, self.theirs = (
+            {group: GroupTree(PROMPTS[group], most_bytes) for group in "gh"} for _ in range(2)
+        )
+        self.names: dict[tuple[str, int], int] = {}
+        self.count = 0
         self.generations = np.zeros(SLOTS, np.int64)
         self.stale: dict[int, int] = {}
 
-    def running(self) -> set[tuple[str, int]]:
-        extras = [self.peer.requests[name].extra for name in self.peer.rows.values()]
-        return {(extra.group, extra.index) for extra in extras}
-
     def set(self, slot, group, index, output, more, stops) -> None:
-        if not self.apart:  # an index runs once, and outputs go on
+        if self.orderly:  # an index runs once, and outputs go on
             self.clear(slot)
-            index += 10 * self.peer.names
+            self.count += 1
+            index += 10 * self.count
         known = [*PROMPTS[group], *output]
         before, limit = len(PROMPTS[group]), len(known) + more
-        extra = ExtraArgs(sampling=None, group=group, index=index, prompt_len=before, limit=limit)
-        self.peer.set(slot, extra, output, stops)
+        name = self.names.setdefault((group, index), len(self.names)) if group else -1
+        self.peer.set(
+            slot,
+            Row(self.theirs.get(group), index, name, before, known, limit, stops, self.placeholder),
+        )
         self.stale[slot] = self.generations[slot]
         self.generations[slot] = self.drafter.set(
-            slot, self.trees.get(group), index, name_of(extra), before, np.array(known, np.int32), limit,
-            stops, self.placeholder,
+            slot, self.trees.get(group), index, name, before, np.array(known, np.int32), limit, stops,
+            self.placeholder,
         )  # fmt: skip
 
     def clear(self, slot) -> None:
-        self.peer.rows.pop(slot, None)
+        self.peer.clear(slot)
         self.drafter.clear(slot)
 
     def feed(self, group, index, kind, at, tokens) -> None:
-        """Feed a sibling's tokens; if rows are apart also such as contradict a row's, or come after a gap."""
-        if not self.apart and (group, index) in self.running():
+        """Feed a sibling's tokens; if not orderly also such as contradict a row's, or come after a gap."""
+        running = {(row.tree, row.index) for row in self.peer.rows.values()}
+        tree = self.theirs[group]
+        if self.orderly and (tree, index) in running:
             return
-        tree = self.peer.trees[group]
         length = tree.length(index) or 0
         previous = {"new": length, "within": round(at * length), "gap": length + 1}[kind]
         refused = []
@@ -211,16 +85,16 @@ class Pair:
         assert len(refused) in (0, 2)
 
     def use_common(self, enabled) -> None:
-        self.peer.use_common(enabled)
-        self.drafter.use_common(GroupTree((), self.most_bytes) if enabled else None)
+        for each in (self.peer, self.drafter):
+            each.use_common(GroupTree((), self.most_bytes) if enabled else None)
 
     def length(self, slot) -> int:
-        return int(self.peer.lengths[slot]) - len(self.peer.prompt(slot)) if slot in self.peer.rows else 0
+        return len(self.peer.rows[slot].output) if slot in self.peer.rows else 0
 
     def step(self, rows, k, stale) -> None:
         """Sample these tokens, by slot; those in `stale` are of requests that lost their slots."""
         here = {slot: tokens for slot, tokens in rows.items() if slot in self.peer.rows and slot not in stale}
-        expected = dict(zip(here, self.peer.step(here, k), strict=True))
+        expected = self.peer.step(here, k)
         generations = self.generations.copy()
         for slot in stale:
             generations[slot] = self.stale.get(slot, 0)
@@ -233,6 +107,7 @@ class Pair:
             assert step.drafts[row].tolist() == draft + [tokens[-1] if tokens else 0] * padding
             assert step.scores[row].tolist() == scores + [0.0] * padding
         assert self.drafter.refused == self.peer.refused
+        assert not (self.orderly and self.peer.refused)
 
 
 class Arrays:
@@ -293,14 +168,13 @@ def play(pair, history) -> None:
 
 
 @given(histories, st.sampled_from([-1, 4]))
-def test_drafts_are_those_of_the_proposer(history, placeholder):
-    play(Pair(False, placeholder, LARGE), history)
+def test_drafts_are_those_of_the_reference(history, placeholder):
+    play(Pair(True, placeholder, LARGE), history)
 
 
 @given(histories, st.sampled_from([-1, 4]), st.sampled_from([1500, 4000, 20_000, LARGE]))
 def test_what_a_tree_refuses_costs_that_row_alone(history, placeholder, most_bytes):
-    with mock.patch.object(module, "TREE_BYTES", most_bytes):
-        play(Pair(True, placeholder, most_bytes), history)
+    play(Pair(False, placeholder, most_bytes), history)
 
 
 feeds_of = st.tuples(st.floats(0, 1), st.integers(0, 300), st.booleans(), st.integers(0, 4))
@@ -361,15 +235,8 @@ def test_of_two_trees_drafts_the_better_is_made():
     assert len(set(better)) == 2
 
 
-def cut_tree(draft, stops, placeholder) -> tuple[list[int], list[int], list[float]]:
-    """A tree without placeholders and what follows a stop id."""
-    kept: dict[int, int] = {}
-    for place, parent in enumerate(draft.parents):
-        goes_on = parent < 0 or (parent in kept and draft.token_ids[parent] not in stops)
-        if goes_on and draft.token_ids[place] != placeholder:
-            kept[place] = len(kept)
-    tokens, scores = ([each[place] for place in kept] for each in (draft.token_ids, draft.scores))
-    return tokens, [kept.get(draft.parents[place], -1) for place in kept], scores
+def cut(draft, stops) -> tuple[list[int], list[int], list[float]]:
+    return cut_tree((draft.token_ids, draft.parents, draft.scores), stops, 4)
 
 
 trees_of = st.tuples(
@@ -403,7 +270,7 @@ def test_several_paths_are_those_of_the_tree(case):
     depth = min(room, k)
     parents = np.full((1, k), -5, np.int32)
     as_tree = step(paths=paths, out_parents=parents)
-    tokens, above, scores = cut_tree(tree.draft(9, depth, paths), stops, 4)
+    tokens, above, scores = cut(tree.draft(9, depth, paths), stops)
     count = len(tokens)
     assert as_tree.counts.tolist() == [count]
     assert as_tree.drafts[0].tolist() == tokens + [drawn[-1]] * (k - count)
@@ -412,7 +279,7 @@ def test_several_paths_are_those_of_the_tree(case):
 
     depth = min(room, each)
     flat = step(paths=paths)
-    tokens, above, scores = cut_tree(tree.draft(9, depth * paths, paths, max_depth=depth or None), stops, 4)
+    tokens, above, scores = cut(tree.draft(9, depth * paths, paths, max_depth=depth or None), stops)
     expected, rated = [drawn[-1]] * k, [0.0] * k
     for place, path in enumerate(paths_of(above)):
         begin = place * (each + 1)
@@ -423,7 +290,7 @@ def test_several_paths_are_those_of_the_tree(case):
     assert flat.counts.tolist() == [len(tokens)]
     one = tree.draft(9, depth)
     if 4 not in one.token_ids:  # else the second best follows where no placeholder may
-        right = cut_tree(one, stops, 4)[0]
+        right = cut(one, stops)[0]
         assert flat.drafts[0, :each].tolist() == right + [drawn[-1]] * ((each if k else 0) - len(right))
 
 

@@ -103,8 +103,7 @@ def test_equal_requests_are_padded_by_a_quarter_at_most(seqs):
     assert (lengths(1), lengths(0)) == ((1, 2), (1,))
 
 
-@pytest.mark.parametrize("runner_v2", [True, False])
-def test_vllm_takes_the_sizes_as_they_are_for_v2_alone(runner_v2):
+def test_vllm_takes_the_sizes_as_they_are():
     sizes = capture_sizes(SEQS, DRAFT, 8192)
     config = SimpleNamespace(
         compilation_config=CompilationConfig(
@@ -118,10 +117,10 @@ def test_vllm_takes_the_sizes_as_they_are_for_v2_alone(runner_v2):
     VllmConfig._set_cudagraph_sizes(config)
     compilation = config.compilation_config
     compilation.resolve_cudagraph_mode_and_sizes(
-        AttentionCGSupport.ALWAYS, None, 1 + DRAFT, use_v2_model_runner=runner_v2
+        AttentionCGSupport.ALWAYS, None, 1 + DRAFT, use_v2_model_runner=True
     )
     assert compilation.max_cudagraph_capture_size == sizes[-1] == SEQS * (1 + DRAFT)
-    assert (compilation.cudagraph_capture_sizes == sizes) is runner_v2
+    assert compilation.cudagraph_capture_sizes == sizes
 
 
 def test_every_decode_step_has_a_full_graph_where_attention_takes_mixed_lengths(make):

@@ -299,7 +299,6 @@ def test_all_checks_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert ("repeats", "pass") in found
     for name in (
         "compiled",
-        "penalties",
         "steps",
         "slabs",
         "streams",

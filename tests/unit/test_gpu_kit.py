@@ -132,10 +132,10 @@ def rated(cells: dict[str, dict[str, float]], sides: dict | None = None, skipped
 
 
 def test_the_verdict_on_what_is_lost_without_drafts(verdicts):
-    cells = {"512x64": {"vllm-v1": 0.9, "off": 0.6, "v2": 1.0}, "512x1": {"off": 0.99, "v2": 0.98}}
+    cells = {"512x64": {"vllm-v1": 0.9, "off": 0.6, "off-now": 1.0}, "512x1": {"off": 0.99, "off-now": 0.98}}
     status, line = verdicts.split({"rates": rated(cells), "profile": {}})
     assert (status, line) == (
-        "pass", "512x64: vllm-v1 0.90, off 0.60, v2 1.00; best of Seer 512x64 1.00, 512x1 0.99"
+        "pass", "512x64: vllm-v1 0.90, off 0.60, off-now 1.00; best of Seer 512x64 1.00, 512x1 0.99"
     )  # fmt: skip
     assert verdicts.split({"rates": rated(cells)})[0] == "incomplete"
     assert (

@@ -35,14 +35,11 @@ from seer.services.engine.vllm.sampling import (  # noqa: E402
     triton_slots,
     vectors,
 )
-from seer.services.engine.vllm.sampling.device_histories import Histories  # noqa: E402
 from seer.services.engine.vllm.sampling.rows import RECORD, SamplingTable  # noqa: E402
 from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row
-
-PENALTIES = ({"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}, {"presence_penalty": 2.0})
 
 COMPILE = """
 import sys
@@ -52,13 +49,13 @@ from triton.compiler import ASTSource
 from seer.services.engine.vllm.sampling import triton_kernels as kernels
 
 types = {"logits": "*fp32", "words": "*i64", "cut": "*i64", "edited": "*i64", "found": "*i64", "lists": "*i32"}
-types |= {"runs": "*i64", "histories": "*i32", "extras": "*i32", "table": "*i64", "faults": "*i64", "slots": "*i64"}
+types |= {"histories": "*i32", "extras": "*i32", "table": "*i64", "faults": "*i64", "slots": "*i64"}
 types |= {"places": "*i32", "indices": "*i64", "positions": "*i64", "edits": "*i64", "starts": "*i32", "inputs": "*i32"}
 types |= {"sampled": "*i64", "values": "*fp32", "gained": "*i32"}
 types |= {"marks": "*i32", "biases": "*fp32", "histograms": "*i64", "tokens": "*i32", "logprobs": "*fp32"}
 options = kernels.LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
 cuts = [("cut_kernel", {"weighed": weighed, "begins": begins}) for weighed in (0, 1) for begins in (0, 1)]
-others = [("top_kernel", {}), ("mark_kernel", {}), ("append_kernel", {}), ("accept_kernel", {"lanes": 8})]
+others = [("top_kernel", {}), ("mark_kernel", {}), ("accept_kernel", {"lanes": 8})]
 others += [("rows_kernel", {"edited": edited}) for edited in (0, 1)]
 for name, constants in (("draw_kernel", {"slots": 64}), *cuts, *others):
     kernel = getattr(kernels, name)
@@ -400,36 +397,6 @@ def test_a_launch_is_direct_when_triton_has_compiled_for_such_arguments():
     assert [len(compiled.launches) for compiled in kernel.compiled] == [5, 1, 1, 1, 1, 1, 1]
     grid, arguments = kernel.compiled[0].launches[0]
     assert (grid, arguments[0] is aligned, arguments[1:]) == ((7, 1, 1), True, (48, True))
-
-
-def test_tokens_are_those_of_whole_histories_whatever_was_kept():
-    rng = np.random.default_rng(11)
-    vocab, histories = 70, Histories()
-    requests = [pack(vocab, key=key, **kind) for key, kind in enumerate(PENALTIES)]
-    known = [list(rng.integers(0, vocab, length)) for length in (3, 40, 90)]
-    for order, drafts in (([0, 1], [1, 0]), ([2, 0], None), ([1, 2, 0], [0, 2, 1]), ([1], [3])):
-        history = np.full((len(order), 130), 9, np.int32)
-        for slot, request in enumerate(order):
-            history[slot, : len(known[request])] = known[request]
-        ids = rng.integers(0, vocab, sum(drafts or ())).astype(np.int32)
-        table = SamplingTable([requests[request] for request in order])
-        params = table.step([len(known[request]) for request in order], history, drafts, ids)
-        logits = torch.from_numpy(rng.normal(size=(len(params.records), vocab)).astype(np.float32))
-        tokens, _ = triton_sampler.sample(logits.to(DEVICE), params, histories)
-        assert tokens.tolist() == torch_sampler.sample(logits, params)[0].tolist()
-        for request in order:
-            known[request] += rng.integers(0, vocab, 2).tolist()
-
-
-def test_after_an_error_nothing_is_taken_for_kept(monkeypatch):
-    histories, history = Histories(), np.arange(30, dtype=np.int32)[None]
-    table = SamplingTable([pack(30, prompt_len=0, presence_penalty=2.0, temperature=0.0)])
-    logits = torch.zeros(1, 30, device=DEVICE)
-    with monkeypatch.context() as broken:
-        broken.setattr(triton_sampler.Slab, "send", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            triton_sampler.sample(logits, table.step([7], history), histories)
-    assert triton_sampler.sample(logits, table.step([8], history), histories)[0].tolist() == [8]
 
 
 def ptx(capability, fusion="unfused"):

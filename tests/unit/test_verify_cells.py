@@ -67,8 +67,7 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
     gpus = Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0)
     assert not choose("", config(tmp_path), gpus)[1]
-    for settings in ({"async_scheduling": False}, {"model_runner": "v1"}):
-        assert list(choose("", config(tmp_path, **settings), gpus)[1]) == GPUS
+    assert list(choose("", config(tmp_path, async_scheduling=False), gpus)[1]) == GPUS
 
 
 @pytest.mark.parametrize(

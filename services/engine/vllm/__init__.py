@@ -1,1 +1,1 @@
-"""The real engine: vLLM V1 with Seer's sampler. The only package that imports torch and vllm."""
+"""The real engine: vLLM with Seer's sampler. The only package that imports torch and vllm."""

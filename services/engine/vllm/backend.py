@@ -73,7 +73,7 @@ class _Run:
 
 
 class VllmBackend:
-    """`Backend` on vLLM (V1 engine core, model runner V2 or V1): CPU or GPU, any tensor parallelism.
+    """`Backend` on vLLM (V1 engine core, model runner V2): CPU or GPU, any tensor parallelism.
 
     `core` and `probe` are there after `start`. While `fault_position` is set, that absolute position of
     chunks added from then on is sampled with a wrong key: checkers must notice.
@@ -129,7 +129,7 @@ class VllmBackend:
         if self._config.nodes > 1 and self._meeting is None:
             fix = "this command has all ranks on this machine: set it to 1"
             raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")
-        self._config = env.with_model_runner(self._config, self._drafts)
+        self._config = env.with_schedule(self._config)
         env.prepare(self._config, self._meeting)
         described = loading.model_config(self._shared)
         model = image_model(described)

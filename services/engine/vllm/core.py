@@ -108,7 +108,6 @@ class CoreHandle:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
             "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
-            "model_runner": "v2" if config.use_v2_model_runner else "v1",
             "scheduling": "asynchronous" if self.ahead else "synchronous",
         }
 

@@ -1,9 +1,9 @@
 """The Triton kernels that vLLM's model runner V2 launches without drafts of its own, in numpy, for CPUs.
 
-Without Triton vLLM replaces V1's kernels (`CpuPlatform.register_triton_kernel_overrides`), and none of V2's:
-`register` adds these to the same table.
+Without Triton vLLM replaces other kernels (`CpuPlatform.register_triton_kernel_overrides`), none of these:
+`register` adds them to the same table.
 
-Invariants (tests/e2e/test_runner_v2.py: V2 draws what V1 draws):
+Invariants (tests/e2e/test_runner_v2.py, under `make kernel-test`: they draw what the kernels of GPUs draw):
 - each function writes what the kernel of its name in vllm/v1/worker/gpu writes, for each request of its step;
 - a CPU has no graphs and no context parallelism, so that no row is padding: what kernels write to padding is
   left out, but for `seq_lens` and slots behind the last request.

@@ -19,7 +19,7 @@ from seer.common.errors import EngineError
 from seer.common.sleep import SleepLevel, SleepTag
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 PACKED = "cpu_linear"
 """vLLM's function of a layer on CPUs, which has a packed copy of its weight; each load makes it anew."""

@@ -121,7 +121,6 @@ class DecodeScheduler(DecodeResults):
             step.computed == [begun - 1 for begun in step.begun]
             and max(step.ends, default=0) < self.max_model_len
             and sum(step.sizes) <= self.max_num_scheduled_tokens
-            and (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(names))
         ):
             fitting = len(names)
         else:
@@ -139,17 +138,15 @@ class DecodeScheduler(DecodeResults):
     def _decoding(self, step: Step) -> int:
         """Return how many requests, from the first on, need one token and drafts, in the step's budget."""
         tokens = 0
-        for place, name in enumerate(step.batch.names):
-            tokens += step.sizes[place]
+        for place, size in enumerate(step.sizes):
+            tokens += size
             if (
                 step.computed[place] != step.begun[place] - 1
                 or step.ends[place] >= self.max_model_len
                 or tokens > self.max_num_scheduled_tokens
-                # Of who was not in the last step, vLLM sends all tokens.
-                or not (self.use_v2_model_runner or name in self.prev_step_scheduled_req_ids)
             ):
                 return place
-        return len(step.batch.names)
+        return len(step.sizes)
 
     def _allocate(self, step: Step) -> None:
         """Have vLLM give, free and cache blocks for those for whom it may do something."""
@@ -200,8 +197,6 @@ class DecodeScheduler(DecodeResults):
         output.scheduled_spec_decode_tokens = drafts | output.scheduled_spec_decode_tokens
         if self.dynamic_sd_lookup is not None:
             output.num_spec_tokens_to_schedule = self.dynamic_sd_lookup[len(output.num_scheduled_tokens)]
-        if not self.use_v2_model_runner:
-            self.prev_step_scheduled_req_ids.update(batch.names)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         step = self._step
@@ -263,8 +258,7 @@ class AsyncDecodeScheduler(DecodeScheduler, DraftsAhead):
             request, room = row.request, row.end - 2 - end
             request.num_output_placeholders += size
             request.spec_token_ids = drafts if room >= length else drafts[: max(0, room)]
-            if self.use_v2_model_runner:
-                request.next_decode_eligible_step = following
+            request.next_decode_eligible_step = following
 
     def _settle(self, row: Row, tokens: int) -> None:
         request = row.request

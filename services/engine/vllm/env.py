@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
@@ -38,6 +38,7 @@ _MAX_SOCKET_DIR = 70
 _FORCED = {
     # The engine core lives in this process: one thread steps it, its scheduler is read directly.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 
 _DEFAULTS = {
@@ -65,17 +66,15 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def with_model_runner(config: EngineConfig, drafts: DraftsConfig | None) -> EngineConfig:
-    """Return the configuration with the model runner that it leaves open, and whether it schedules ahead."""
-    if config.model_runner == "auto":
-        config = replace(config, model_runner="v2")
+def with_schedule(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with whether it schedules ahead, which it may leave open."""
     if config.async_scheduling is None:
         gpu = False
         with contextlib.suppress(ImportError):  # `prepare` says it
             import torch
 
             gpu = torch.cuda.is_available()
-        config = replace(config, async_scheduling=gpu and config.model_runner == "v2")
+        config = replace(config, async_scheduling=gpu)
     return config
 
 
@@ -85,7 +84,7 @@ def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
     `meeting`: where the ranks of several nodes meet; None: all are here.
     Raises `EngineError` when vllm is missing or of another series, and where its build for GPUs finds none.
     """
-    os.environ.update(_FORCED, VLLM_USE_V2_MODEL_RUNNER=str(int(config.model_runner == "v2")))
+    os.environ.update(_FORCED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if meeting is not None:

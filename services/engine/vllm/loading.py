@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
-PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
-
 SCHEDULERS = {
     False: "seer.services.engine.vllm.decode_scheduler.DecodeScheduler",
     True: "seer.services.engine.vllm.decode_scheduler.AsyncDecodeScheduler",
@@ -68,8 +66,8 @@ def load(
 ) -> InprocClient:
     """Load the model and return the engine core; `env.prepare` must have run. Takes seconds to minutes.
 
-    With a `pool`, KV is saved there and loaded from there; with `drafts`, our proposer makes them. `meeting`:
-    where its ranks meet if other nodes have some.
+    With a `pool`, KV is saved there and loaded from there; with `drafts`, our speculator makes them.
+    `meeting`: where its ranks meet if other nodes have some.
     """
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
@@ -119,10 +117,9 @@ def _vllm_config(
 
     from seer.services.engine.vllm import cpu_kernels
 
-    ahead = _schedules_ahead(config)
+    ahead = bool(config.async_scheduling)
     extras: dict[str, Any] = {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
-    captures = config.model_runner == "v2" and not current_platform.is_cpu()
-    if captures and config.max_num_seqs and config.vllm.cudagraph_capture_sizes is None:
+    if not current_platform.is_cpu() and config.max_num_seqs and config.vllm.cudagraph_capture_sizes is None:
         most = drafts.max_draft if drafts is not None else 0
         sizes = capture_sizes(config.max_num_seqs, most, config.max_num_batched_tokens)
         extras["cudagraph_capture_sizes"] = sizes
@@ -137,7 +134,7 @@ def _vllm_config(
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
-    if config.model_runner == "v2" and current_platform.is_cpu():
+    if current_platform.is_cpu():
         cpu_kernels.lift_check()
     arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)
     vllm_config: VllmConfig = arguments.create_engine_config(headless=config.node_rank > 0)
@@ -188,23 +185,14 @@ def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Execut
     return ProfilingExecutor
 
 
-def _schedules_ahead(config: EngineConfig) -> bool:
-    """Whether steps begin before the last one is read. Raises `EngineError` where V1 is asked to do it."""
-    if config.async_scheduling and config.model_runner == "v1":
-        raise EngineError("engine.async_scheduling = true: model runner V1 takes one step at a time; use v2")
-    return bool(config.async_scheduling)
-
-
 def speculation(drafts: DraftsConfig, config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's configuration of our proposer; see `drafts.speculator` for that of V2."""
-    if config.model_runner == "v2":
-        return {
-            "method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1,
-            "num_speculative_tokens": drafts.max_draft,
-            # Else vLLM gives requests that come with one token to compute that many drafts of token -1.
-            "num_speculative_tokens_per_batch_size": [[1, config.max_num_seqs, drafts.max_draft]],
-        }  # fmt: skip
-    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft}
+    """Return vLLM's configuration of drafts by n-grams, whose place `drafts.speculator` takes."""
+    return {
+        "method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1,
+        "num_speculative_tokens": drafts.max_draft,
+        # Else vLLM gives requests that come with one token to compute that many drafts of token -1.
+        "num_speculative_tokens_per_batch_size": [[1, config.max_num_seqs, drafts.max_draft]],
+    }  # fmt: skip
 
 
 def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class VllmRanks:
 
     def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
         """See `Ranks.start`."""
-        engine = env.with_model_runner(self._engine, self._drafts)
+        engine = env.with_schedule(self._engine)
         env.prepare(engine, meeting)
         described = loading.model_config(self._shared)
         engine, shared = env.with_defaults(engine, self._shared, described)

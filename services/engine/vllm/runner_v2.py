@@ -3,7 +3,9 @@
 Invariants:
 - nothing here waits for the device, but for captured logits: positions, histories and drafts are those that
   V2 itself keeps on the device (see `slot_rows`);
-- as in `runner_v1`, a row that cannot be sampled has token 0 and logprob NaN.
+- the position of a sampled token is the number of tokens before it, whatever the schedule;
+- a row that cannot be sampled has token 0, which the model can read, and logprob NaN, which the backend
+  refuses.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ if TYPE_CHECKING:
 
 
 class SlotSampler:
-    """Samples a token per row of a batch of V2, whose requests have slots; see `RowSampler` for drafts."""
+    """Samples a token per row of a batch of V2, whose requests have slots.
+
+    A request with d drafts has d + 1 rows, row j with the logits after its first j drafts. Each row samples
+    its token; a draft is accepted if it equals the token sampled in its place, and a row counts if all drafts
+    before it are accepted. So vLLM's rejection sampler never runs, and drafts cannot change a token.
+    """
 
     compute_nans = False
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - V2's runner differs from the one that we force
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - V2's runner
         self._states = runner.req_states
         self.sampling_states = runner.sampler.sampling_states  # for speculators
         # V2 would count the tokens of all requests for its own penalties, int32 [slots, vocabulary].

@@ -1,7 +1,7 @@
 """Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
-- vLLM's sampler, log-softmax and ranks never run: `runner_v1` or `runner_v2` takes their place;
+- vLLM's sampler, log-softmax and ranks never run: `runner_v2` takes their place;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.triton_utils import HAS_TRITON
@@ -32,25 +31,22 @@ from seer.common.weights.in_place import read_plan
 from seer.services.engine.vllm import cpu_kernels, decode_graphs
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts import speculator
+from seer.services.engine.vllm.drafts.device_paths import DevicePaths
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
-from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
-from seer.services.engine.vllm.drafts.plain_path import PlainPath
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.fresh_blocks import FreshBlocks
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
-from seer.services.engine.vllm.runner_v1 import RowSampler
+from seer.services.engine.vllm.runner_v2 import SlotSampler
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from seer.services.dgds.client import StreamDelta
-    from seer.services.engine.vllm.drafts.device_paths import DevicePaths
-    from seer.services.engine.vllm.runner_v2 import SlotSampler
 
 MEMORY_SHRANK = "Memory usage increased after sleeping."
 """vLLM's assertion after it has freed all that it frees in sleep."""
@@ -71,20 +67,18 @@ class SeerWorker:
     rank: int
     reload_weights: Callable[..., None]
     sleep: Callable[[int], None]
-    use_v2_model_runner: bool
-    seer_sampler: RowSampler | SlotSampler
-    seer_paths: PathRows | DevicePaths | None
+    seer_sampler: SlotSampler
+    seer_paths: DevicePaths | None
     seer_memory: CpuSleep
     seer_blocks: FreshBlocks
     seer_base: str
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
-        if self.use_v2_model_runner:
-            if self.model_runner.device.type == "cuda":
-                decode_graphs.install(self.model_runner)
-            elif not HAS_TRITON:
-                cpu_kernels.register()
+        if self.model_runner.device.type == "cuda":
+            decode_graphs.install(self.model_runner)
+        elif not HAS_TRITON:
+            cpu_kernels.register()
         self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
 
     def seer_measure_largest_batch(self, max_draft: int) -> dict[str, float]:
@@ -92,63 +86,42 @@ class SeerWorker:
         return measured(self.model_runner, max_draft)
 
     def seer_install(self, max_draft: int, scratch: list[int]) -> None:
-        """Put our sampler into the model runner, and ourselves into the proposer if there is one.
+        """Put our sampler, our drafts and their paths into the model runner.
 
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
+        runner = self.model_runner
         if self.vllm_config.parallel_config.world_size > 1:
             threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
-        self.seer_paths = None
         self.seer_base = self.vllm_config.model_config.model
-        self.seer_memory = CpuSleep(self.model_runner)
-        if self.model_runner.device.type == "cpu":
-            self.seer_blocks = FreshBlocks(self.model_runner)
-            name = "kv_block_zeroer" if self.use_v2_model_runner else "_kv_block_zeroer"
-            setattr(self.model_runner, name, self.seer_blocks)
-        if self.use_v2_model_runner:
-            from seer.services.engine.vllm.runner_v2 import SlotSampler
-
-            runner: Any = self.model_runner
-            self.seer_sampler = runner.sampler = runner.rejection_sampler = SlotSampler(runner)
-            if max_draft:
-                runner.drafter = runner.speculator
-                runner.speculator.attach(runner, self.seer_sampler)
-            if scratch:
-                from seer.services.engine.vllm.drafts.device_paths import DevicePaths
-
-                each = path_blocks(max_draft, runner.cache_config.block_size)
-                captures = self.seer_sampler.captures
-                self.seer_paths = self.seer_sampler.paths = DevicePaths(runner, scratch, each, captures)
-                runner.speculator.path_selector = PathSelector(len(scratch) // each)
-            return
-        self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
-        self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
-        self.model_runner._sample = self.seer_sampler
+        self.seer_memory, self.sleep = CpuSleep(runner), sleep_beside_others(self.sleep)
+        if runner.device.type == "cpu":
+            self.seer_blocks = runner.kv_block_zeroer = FreshBlocks(runner)
+        self.seer_sampler = runner.sampler = runner.rejection_sampler = SlotSampler(runner)
         if max_draft:
-            first, drafter = get_tp_group().is_first_rank, self.model_runner.drafter
-            if first:
-                most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
-                drafter.bind(self.model_runner, max_draft, PathSelector(most))
-            PlainPath(self.model_runner, drafter if first else None)
-        self.sleep = sleep_beside_others(self.sleep)
-        # Else vLLM gives all requests dummy drafts once one nears max_model_len; our drafts end in time.
-        self.model_runner._input_fits_in_drafter = lambda metadata: True
+            runner.speculator.attach(runner, self.seer_sampler)
+        self.seer_paths = None
+        if scratch:
+            each = path_blocks(max_draft, runner.cache_config.block_size)
+            self.seer_paths = DevicePaths(runner, scratch, each, self.seer_sampler.captures)
+            self.seer_sampler.paths = self.seer_paths
+            runner.speculator.path_selector = PathSelector(len(scratch) // each)
 
     def seer_open_tree(self, group: str, prompt: list[int]) -> None:
-        """See `GroupProposer.open`."""
-        self.model_runner.drafter.open(group, prompt)
+        """See `TreeSpeculator.open`."""
+        self.model_runner.speculator.open(group, prompt)
 
     def seer_feed_trees(self, deltas: list[StreamDelta]) -> None:
-        """See `GroupProposer.feed`."""
-        self.model_runner.drafter.feed(deltas)
+        """See `TreeSpeculator.feed`."""
+        self.model_runner.speculator.feed(deltas)
 
     def seer_forget_trees(self, groups: list[str]) -> None:
-        """See `GroupProposer.forget`."""
-        self.model_runner.drafter.forget(groups)
+        """See `TreeSpeculator.forget`."""
+        self.model_runner.speculator.forget(groups)
 
     def seer_switch_drafts(self, on: bool) -> None:
-        """See `GroupProposer.switch`."""
-        self.model_runner.drafter.switch(on)
+        """See `TreeSpeculator.switch`."""
+        self.model_runner.speculator.switch(on)
 
     def seer_change_drafting(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
         """Open, feed and forget trees, switch drafts, in order: methods above, and their arguments."""
@@ -159,46 +132,36 @@ class SeerWorker:
 
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""
-        self.model_runner.drafter.script = script
+        self.model_runner.speculator.script = script
 
     def seer_stall_drafts(self, seconds: float) -> None:
-        """See `StepDrafter.stall`; with model runner V2."""
-        self.model_runner.drafter.stall(seconds)
+        """See `StepDrafter.stall`."""
+        self.model_runner.speculator.stall(seconds)
 
     def seer_use_common_tree(self, enabled: bool) -> None:
-        """See `GroupProposer.use_common_tree`."""
-        self.model_runner.drafter.use_common_tree(enabled)
+        """See `TreeSpeculator.use_common_tree`."""
+        self.model_runner.speculator.use_common_tree(enabled)
 
     def seer_graphs(self) -> Graphs:
         """Return for which steps this rank has captured CUDA graphs."""
-        if self.use_v2_model_runner and self.model_runner.device.type == "cuda":
-            return decode_graphs.captured(self.model_runner.cudagraph_manager).for_profile()
-        config = self.vllm_config.compilation_config
-        mode, sizes = config.cudagraph_mode, tuple(sorted(config.cudagraph_capture_sizes or ()))
-        if not mode:
-            return Graphs()
-        every = 1 + self.vllm_config.num_speculative_tokens
-        return Graphs(
-            mixed=sizes if mode.mixed_mode() else (),
-            full=tuple(size for size in sizes if size >= every) if mode.has_full_cudagraphs() else (),
-        )
+        return decode_graphs.captured(self.model_runner.cudagraph_manager).for_profile()
 
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
         """Draft from trees from now on, as many tokens as pay with these step times."""
         budget = DraftBudget(costs, self.vllm_config.num_speculative_tokens)
-        self.model_runner.drafter.set_budget(budget, max_paths)
+        self.model_runner.speculator.set_budget(budget, max_paths)
 
     def seer_take_acceptance(self, groups: list[str]) -> tuple[float, dict[str, tuple[list[int], list[int]]]]:
-        """Return this rank's seconds spent on drafts so far, and `GroupProposer.take_acceptance` of each.
+        """Return this rank's seconds spent on drafts so far, and `TreeSpeculator.take_acceptance` of each.
 
         A rank that does not draft has nothing of any.
         """
-        drafter = self.model_runner.drafter
+        drafter = self.model_runner.speculator
         learned = {group: drafter.take_acceptance(group) for group in groups}
         return drafter.seconds, {group: each for group, each in learned.items() if each[0]}
 
     def seer_path_counts(self) -> dict[str, int]:
-        """Return the counters of `PathRows`: `rows`, `dropped`, `won`, `conflicts`."""
+        """Return `DevicePaths.counters`: `rows`, `dropped`, `won`, `conflicts`."""
         return dict(self.seer_paths.counters) if self.seer_paths is not None else {}
 
     def seer_check_noise(self) -> str:

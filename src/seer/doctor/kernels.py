@@ -25,7 +25,6 @@ CHECKS = (
     Check("repeats", "seer.doctor.sampler_bits:repeats", 60),
     Check("speed", "seer.doctor.sampler_speed:speed", 120),
     Check("compiled", "seer.doctor.sampler_speed:compiled", 40),
-    Check("penalties", "seer.doctor.sampler_steps:penalties", 60),
     Check("steps", "seer.doctor.sampler_steps:steps", 60),
     Check("slabs", "seer.doctor.sampler_memory:slabs", 60),
     Check("streams", "seer.doctor.streams:streams", 40),

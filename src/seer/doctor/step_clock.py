@@ -59,18 +59,16 @@ def watch_engine(backend: VllmBackend) -> Clock:
 
     core, clock = backend.core.engine_core, Clock()
     runner = core.model_executor.driver_worker.worker.model_runner
-    v2 = backend.core.vllm_config.use_v2_model_runner
-    clock.watch(runner.model if v2 else runner, "forward" if v2 else "_model_forward", "device")
+    clock.watch(runner.model, "forward", "device")
     clock.watch(runner.model, "compute_logits", "device")
     clock.watch(_native, "sample", "device")
     if torch.cuda.is_available():
         clock.watch(torch.cuda.Event, "synchronize", "wait")
-    clock.watch(runner, "sample" if v2 else "_sample", "sampler")
+    clock.watch(runner, "sample", "sampler")
     for name in ("schedule", "update_from_output", "update_draft_token_ids"):
         clock.watch(core.scheduler, name, "scheduler")
-    drafting = runner.speculator if v2 else getattr(runner, "drafter", None)
-    if drafting is not None:
-        clock.watch(drafting, "propose", "proposer")
+    if runner.speculator is not None:
+        clock.watch(runner.speculator, "propose", "proposer")
     clock.watch(backend.core, "step", "runner")
     clock.watch(backend, "step", "backend")
     return clock

@@ -152,10 +152,9 @@ def graph(report: Report) -> None:
 
 
 def _slab(table: SamplingTable, rows: int, position: int) -> Slab:
-    from seer.services.engine.vllm.sampling.kept_histories import NOTHING
     from seer.services.engine.vllm.sampling.triton_sampler import Slab
 
-    return Slab(table.step(np.full(rows, position)), _VOCAB, np.full(rows, -1), NOTHING)
+    return Slab(table.step(np.full(rows, position)), _VOCAB)
 
 
 def _check_graph(report: Report, rows: int, kind: str) -> None:
@@ -164,15 +163,14 @@ def _check_graph(report: Report, rows: int, kind: str) -> None:
     table, _ = of_kind(kind, rows, _VOCAB)
     tokens = torch.empty(rows, dtype=torch.int32, device=DEVICE)
     logprobs = torch.empty(rows, dtype=torch.float32, device=DEVICE)
-    none = torch.empty(0, dtype=torch.int32, device=DEVICE)  # no histories
     slab = _slab(table, rows, 100)
     sent = slab.send(DEVICE)
-    slab.run(logits, sent, none, (tokens, logprobs))  # compiles
+    slab.run(logits, sent, (tokens, logprobs))  # compiles
     sent.copy_(slab.send(DEVICE))
     wait()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        slab.run(logits, sent, none, (tokens, logprobs))
+        slab.run(logits, sent, (tokens, logprobs))
 
     def replay(position: int) -> None:
         sent.copy_(_slab(table, rows, position).send(DEVICE), non_blocking=True)

@@ -454,7 +454,7 @@ def _same_schedule(cell: Cell, config: Config, machine: Hardware) -> str:
         return ""
     if config.engine.backend != "vllm":
         return f"the {config.engine.backend} backend does not schedule ahead"
-    if config.engine.async_scheduling is False or config.engine.model_runner == "v1":
+    if config.engine.async_scheduling is False:
         return "the reference takes one step at a time itself"
     return "" if machine.devices else "vLLM schedules ahead on GPUs alone"
 

@@ -1,4 +1,4 @@
-"""Turns the proposer's drafted trees into flat drafts of several paths, where that pays.
+"""Turns drafted trees into flat drafts of several paths, where that pays.
 
 Invariants (tests/unit/test_draft_path_selector.py asserts them):
 - the first path is chosen as if there were no others, and acceptance is learnt from it alone;

@@ -3,7 +3,7 @@
 vLLM profiles its own sampler, which never runs, on a row per request. Ours sees a row per draft as well.
 
 Invariant: no batch needs more memory than this one: all rows that can be, each with every parameter that
-costs memory, and room on the device for every history at full length.
+costs memory. Histories are V2's own, in memory that is there before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTab
 from seer.services.engine.vllm.sampling.sampler import StepSampler
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 _EVERYTHING = SamplingParams(
     max_tokens=2, min_tokens=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1,
@@ -52,15 +52,11 @@ class LargestBatch:
             ) from error
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        vocab, longest = logits.shape[1], self._runner.max_model_len
+        vocab = logits.shape[1]
         request = RequestSampling.pack(_EVERYTHING, key=0, prompt_len=1, stop_ids=(1,), vocab=vocab)
-        # One long history makes room for all on the device; the others are short, since sending takes time.
-        positions = np.ones(self._requests, np.int32)
-        positions[0] = max(1, longest - 1 - self._drafts)
-        counts = np.full(self._requests, self._drafts, np.int32)
-        history = np.zeros((self._requests, longest), np.int32)
+        ones, counts = np.ones((self._requests, 1), np.int32), np.full(self._requests, self._drafts, np.int32)
         table = SamplingTable([request] * self._requests)
-        params = table.step(positions, history, counts, np.zeros(counts.sum(), np.int32))
+        params = table.step(ones[:, 0], ones, counts, np.zeros(counts.sum(), np.int32))
         return torch.from_numpy(StepSampler(logits.device)(logits, params)[0])
 
 

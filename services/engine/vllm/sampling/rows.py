@@ -94,8 +94,7 @@ class RowParams:
 
     `records` is RECORD [rows]; its ragged fields index the flat arrays. A row's token history is
     `history[slot, :position - extra_len]` followed by `extra[extra_start:][:extra_len]`; it is
-    read for rows with penalties only. Token ids outside the vocabulary are ignored. `table` is whose step
-    this is.
+    read for rows with penalties only. Token ids outside the vocabulary are ignored.
     """
 
     records: npt.NDArray[np.void]
@@ -104,12 +103,13 @@ class RowParams:
     bias_values: npt.NDArray[np.float32]
     history: npt.NDArray[np.int32] | None = None
     extra: npt.NDArray[np.int32] = field(default_factory=lambda: _EMPTY_INT)
-    table: SamplingTable | None = None
 
     @functools.cached_property
     def penalised(self) -> npt.NDArray[np.bool_]:
         """Which rows have penalties: bool [rows]."""
-        return _penalised(self.records)
+        r = self.records
+        flags: npt.NDArray[np.bool_] = (r["repetition"] != 1) | (r["frequency"] != 0) | (r["presence"] != 0)
+        return flags
 
     @property
     def truncated(self) -> bool:
@@ -140,7 +140,6 @@ class SamplingTable:
 
     def __init__(self, requests: Sequence[RequestSampling], slots: Sequence[int] | None = None) -> None:
         """Take the requests in row order; `slots` are their rows of the history, 0, 1, ... by default."""
-        self._requests = tuple(requests)
         packed = b"".join(r.record for r in requests)
         self._words = np.frombuffer(packed, np.int64).reshape(-1, _RECORD_WORDS).copy()
         self._records = self._words.view(RECORD)[:, 0]
@@ -153,15 +152,6 @@ class SamplingTable:
             self._ragged("bias", [len(r.bias) for r in requests])
             self._bias_ids = np.array([t for r in requests for t, _ in r.bias], np.int32)
             self._bias_values = np.array([b for r in requests for _, b in r.bias], np.float32)
-
-    @functools.cached_property
-    def penalised_requests(self) -> list[tuple[int, RequestSampling]]:
-        """Slot and request of each row with penalties."""
-        rows = np.flatnonzero(_penalised(self._records))
-        return [
-            (slot, self._requests[row])
-            for slot, row in zip(self._records["slot"][rows].tolist(), rows, strict=True)
-        ]
 
     def _ragged(self, name: str, lengths: list[int]) -> None:
         self._records[f"{name}_len"] = lengths
@@ -185,7 +175,7 @@ class SamplingTable:
         if drafts is None:
             records = self._words.copy().view(RECORD)[:, 0]
             records["position"] = positions
-            return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, table=self)
+            return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history)
         counts = np.asarray(drafts, np.int64)
         request = np.repeat(np.arange(len(counts)), counts + 1)
         ends = np.cumsum(counts)
@@ -195,11 +185,4 @@ class SamplingTable:
         records["extra_start"] = (ends - counts)[request]
         records["extra_len"] = draft
         extra = _EMPTY_INT if draft_tokens is None else draft_tokens
-        return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra, self)
-
-
-def _penalised(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    flags: npt.NDArray[np.bool_] = (
-        (records["repetition"] != 1) | (records["frequency"] != 0) | (records["presence"] != 0)
-    )
-    return flags
+        return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra)

@@ -2,7 +2,7 @@
 
 Invariants:
 - a token is a function of the row's logits, its record and its token history: other rows of the batch do
-  not matter, nor what a GPU keeps of histories between the calls of a `StepSampler`;
+  not matter;
 - the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
   the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified;
@@ -22,7 +22,6 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
-from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -54,22 +53,17 @@ def sample_rows(
 
 
 class StepSampler:
-    """Samples the steps of an engine on one device, and returns on the host what they draw.
-
-    On a GPU it keeps the `histories` of rows with penalties, by their `RequestSampling` objects: an object
-    stands for one request, whose known tokens never change (see `kept_histories`).
-    """
+    """Samples steps on one device, and returns on the host what they draw."""
 
     def __init__(self, device: torch.device) -> None:
         self._triton = _triton_sampler() if device.type == "cuda" else None
-        self.histories = Histories()
 
     def __call__(self, logits: torch.Tensor, params: RowParams) -> OnHost:
         """Return what `sample_rows` draws, unchecked: -1 and NaN for rows that cannot be sampled."""
         if self._triton is None:
             tokens, logprobs = sample_rows(logits, params, check=False)
             return tokens.cpu().numpy(), logprobs.cpu().numpy()
-        drawn = self._triton.sample_packed(logits, params, self.histories)
+        drawn = self._triton.sample_packed(logits, params)
         host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
         host.copy_(drawn, non_blocking=True)
         done = torch.cuda.Event()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from seer.services.engine.vllm.sampling.batch import REJECTED, accept_drafts
+from seer import _native
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 from seer.services.engine.vllm.sampling.sampler import StepSampler
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from seer.services.engine.vllm.requests import ExtraArgs
+
+REJECTED = -1
+"""vLLM's mark for no token: what follows a rejected draft."""
 
 _EMPTY_INT = np.empty(0, np.int32)
 _EMPTY_FLOAT = np.empty(0, np.float32)
@@ -136,6 +139,23 @@ class SlotRows:
         drawn = np.maximum(tokens.numpy(), 0)
         sampled, values = accept_drafts(drawn, logprobs.numpy(), counts.astype(np.int32), drafts)
         return sampled.long(), values, (sampled != REJECTED).sum(dim=1, dtype=torch.int32)
+
+
+def accept_drafts(
+    tokens: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+    drafts: npt.NDArray[np.int32],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spread samples [rows] over [requests, most drafts + 1]; -1 after the first rejected draft.
+
+    `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
+    """
+    width = int(counts.max(initial=0)) + 1
+    sampled = np.empty((len(counts), width), np.int32)
+    values = np.empty((len(counts), width), np.float32)
+    _native.accept_drafts(tokens, logprobs, counts, drafts, REJECTED, sampled, values)
+    return torch.from_numpy(sampled), torch.from_numpy(values)
 
 
 def slot_rows(device: torch.device, history: torch.Tensor) -> SlotRows:

@@ -42,7 +42,7 @@ EXTRA_WORDS = {
 """What follows a row's record on the device, int64 each, and what it begins with.
 
 `arrived` counts programs that are done; `mark` and `bias` are its rows of the edits, or -1; `history`
-is where its tokens begin among all kept, if they count; `top` and `keep` are the ordinals of the maximum
+is where its tokens begin among all histories, if they count; `top` and `keep` are the ordinals of the maximum
 and of the last kept value, -inf at first; `high`, `shift` and `needed` say where a cut goes on: in steps
 of 2^`shift` from `high` down, until `needed` more weight is there, or not at all if `shift` is negative;
 `rest` is the weight below top-p's first window.
@@ -203,16 +203,6 @@ def _is_last(words, parts):
     """Count this program; return whether it is its row's last, which sees what all others wrote."""
     tl.debug_barrier()
     return tl.atomic_add(words + _ARRIVED, 1, sem="acq_rel") == parts - 1
-
-
-@triton.jit(do_not_specialize=["tokens_at", "chunks"])
-def append_kernel(runs, lists, histories, tokens_at, chunks):
-    """Copy one chunk of a run of new tokens to the history that it continues."""
-    runs += tl.program_id(0) // chunks * 3
-    begin, to, length = tl.load(runs), tl.load(runs + 1), tl.load(runs + 2)
-    index = (tl.program_id(0) % chunks) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(lists + tokens_at + begin + index, mask=index < length)
-    tl.store(histories + to + index, token, mask=index < length)
 
 
 @triton.jit

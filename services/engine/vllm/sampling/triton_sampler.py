@@ -1,10 +1,8 @@
 """The sampler on GPUs: what the host prepares for the kernels, and their launches.
 
 Invariants:
-- one copy to the device per slab, and nothing waits for the device;
-- slabs bound the memory of marks and biases, and of the cuts' histograms; histories have the bound of
-  `KeptHistories`;
-- with `Histories` of an earlier call, tokens are the same as without, and a step sends new tokens alone.
+- one copy to the device per slab, histories of rows with penalties in it; nothing waits for the device;
+- slabs bound the memory of marks and biases, and of the cuts' histograms.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import numpy.typing as npt
 import torch
 import triton
 
-from seer.services.engine.vllm.sampling.device_histories import Histories
-from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.triton_kernels import (
     BINS,
@@ -27,7 +23,6 @@ from seer.services.engine.vllm.sampling.triton_kernels import (
     PLACES,
     RECORD_WORDS,
     WORDS,
-    append_kernel,
     cut_kernel,
     draw_kernel,
     mark_kernel,
@@ -85,21 +80,13 @@ class Buffer:
         return host.to(device, non_blocking=True)
 
 
-class _New:
-    """New tokens of the histories, on their way to their places."""
-
-    def __init__(self, runs: Runs, buffer: Buffer) -> None:
-        self._count = len(runs.where)
-        if self._count:
-            self._chunks = triton.cdiv(int(runs.where[:, 2].max()), BLOCK.value)
-            self._where, self._tokens = buffer.add(runs.where), buffer.add(runs.tokens) // 4
-
-    def on(self, sent: torch.Tensor, histories: torch.Tensor) -> None:
-        """Copy them."""
-        if self._count:
-            where = sent[self._where :].view(torch.int64)
-            arguments = (where, sent.view(torch.int32), histories, self._tokens, self._chunks)
-            launch(append_kernel, self._count * self._chunks, arguments)
+def _add_histories(params: RowParams, buffer: Buffer) -> npt.NDArray[np.int64]:
+    """Add what is known of rows with penalties, without drafts; return where it begins, int32, or -1."""
+    records, starts = params.records, np.full(len(params.records), -1, np.int64)
+    for row in np.flatnonzero(params.penalised).tolist():
+        known = int(records["position"][row] - records["extra_len"][row])
+        starts[row] = buffer.add(params.history_of(row)[:known]) // 4
+    return starts
 
 
 def _places(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -206,22 +193,21 @@ def draw_rows(
 class Slab:
     """The rows of one launch: what the host sends for them, and the kernels that read it."""
 
-    def __init__(self, params: RowParams, vocab: int, starts: npt.NDArray[np.int64], runs: Runs) -> None:
-        """Prepare what is sent: parameters, where each row's history begins, and tokens that are new."""
+    def __init__(self, params: RowParams, vocab: int) -> None:
+        """Prepare what is sent. Raises `ValueError` when a row with penalties has no history."""
         records = params.records
         words = np.empty((len(records), WORDS.value), np.int64)
         words[:, :RECORD_WORDS] = records.view(np.int64).reshape(len(words), -1)
         words[:, RECORD_WORDS:] = EXTRA
         self._buffer = buffer = Buffer()
         buffer.add(words)
-        self._new = _New(runs, buffer)
         due = records["position"] - records["prompt_len"] < records["min_tokens"]
         marked, biased = params.penalised | due & (records["stop_len"] > 0), records["bias_len"] > 0
         self._edits = Edits(marked, biased, buffer)
         self._chunks, self._flat = 1, [0] * 4
         if self._edits:
             words[:, PLACES["mark"]], words[:, PLACES["bias"]] = self._edits.marks, self._edits.biases
-            words[:, PLACES["history"]] = starts
+            words[:, PLACES["history"]] = _add_histories(params, buffer)
             flat = (params.stop_ids, params.bias_ids, params.bias_values, params.extra)
             self._flat = [buffer.add(array) // 4 for array in flat]
             lengths = (records["position"], records["stop_len"], records["bias_len"])
@@ -233,12 +219,11 @@ class Slab:
         """Return what the kernels read, on its way to the device: uint8 [bytes]."""
         return self._buffer.to(device)
 
-    def run(self, logits: torch.Tensor, sent: torch.Tensor, histories: torch.Tensor, drawn: Drawn) -> None:
+    def run(self, logits: torch.Tensor, sent: torch.Tensor, drawn: Drawn) -> None:
         """Launch the kernels. They change `sent`: it serves once."""
-        self._new.on(sent, histories)
         words, flat = sent.view(torch.int64), sent.view(torch.int32)
         lists, extra = (flat, *self._flat[:3]), flat[self._flat[3] :]
-        edits = self._edits.on(sent, words, lists, extra, histories, logits.shape[1], self._chunks)
+        edits = self._edits.on(sent, words, lists, extra, flat, logits.shape[1], self._chunks)
         draw_rows(logits, words, edits, self._cuts, sent, drawn)
 
 
@@ -262,13 +247,13 @@ def empty_drawn(rows: int, device: torch.device) -> torch.Tensor:
     return torch.empty(2, aligned, dtype=torch.int32, device=device)
 
 
-def sample(logits: torch.Tensor, params: RowParams, histories: Histories | None = None) -> Drawn:
+def sample(logits: torch.Tensor, params: RowParams) -> Drawn:
     """Return the tokens and logprobs of logits [rows, vocab].
 
     Floats of 16 bits are read as they are. Reads nothing back from the device. Rows that cannot be
-    sampled get token -1, logprob NaN. `histories` hold what earlier calls sent; without them all is sent.
+    sampled get token -1, logprob NaN.
     """
-    return unpacked(sample_packed(logits, params, histories), len(logits))
+    return unpacked(sample_packed(logits, params), len(logits))
 
 
 def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
@@ -276,26 +261,17 @@ def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
     return drawn[0, :rows], drawn[1, :rows].view(torch.float32)
 
 
-def sample_packed(
-    logits: torch.Tensor, params: RowParams, histories: Histories | None = None
-) -> torch.Tensor:
+def sample_packed(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     """Return what `sample` does as one int32 tensor, for one copy; `unpacked` takes it apart."""
     logits = readable(logits)
     rows, vocab = logits.shape
     drawn = empty_drawn(rows, logits.device)
     tokens, logprobs = unpacked(drawn, rows)
-    histories = histories or Histories()
-    try:
-        starts, runs = histories.kept.step(params)
-        records = params.records
-        edited = (params.penalised | (records["stop_len"] > 0) | (records["bias_len"] > 0)).any()
-        kept, step = histories.on(logits.device).view(-1), slab_rows(bool(edited), vocab)
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            one = params if rows <= step else params.part(start, start + step)
-            slab = Slab(one, vocab, starts[part], NOTHING if start else runs)
-            slab.run(logits[part], slab.send(logits.device), kept, (tokens[part], logprobs[part]))
-    except BaseException:
-        histories.kept.forget()
-        raise
+    records = params.records
+    edited = (params.penalised | (records["stop_len"] > 0) | (records["bias_len"] > 0)).any()
+    step = slab_rows(bool(edited), vocab)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        slab = Slab(params if rows <= step else params.part(start, start + step), vocab)
+        slab.run(logits[part], slab.send(logits.device), (tokens[part], logprobs[part]))
     return drawn
