@@ -1,5 +1,7 @@
 """What `rates.py` compares: bare vLLM, Seer's engine without its services, and whole Seer systems.
 
+No response ends early, so that all have as much to do.
+
 Each is a class with `add`, `step` and `busy` (in a process of its own, behind `Process`), or a `System`.
 `python contestants.py KIND SETTINGS` serves one: it answers each job on stdin by a line on stdout.
 """
@@ -75,8 +77,9 @@ class Vllm:
         from vllm.sampling_params import RequestOutputKind
 
         given = SamplingParams(
-            n=n, max_tokens=tokens, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+            n=n, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
         self._engine.add_request(name, {"prompt_token_ids": prompt}, given)
 
     def step(self) -> Responses:
@@ -121,7 +124,8 @@ class Engine:
             self._tokens[f"{name}#{index}"] = []
             self.backend.add(Chunk(
                 request_id=f"{name}#{index}", group_id=name, index=index, attempt=0, key=key, tokens=prompt,
-                prompt_len=len(prompt), max_new_tokens=tokens, sampling=SamplingParams(max_tokens=tokens),
+                prompt_len=len(prompt), max_new_tokens=tokens,
+                sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
             ))  # fmt: skip
 
     def step(self) -> Responses:
@@ -250,7 +254,12 @@ class System:
 
         given = [Prompt(name, token_ids=ids) for name, ids in prompts]
         rollout = await self._client.submit(
-            given, n=n, sampling=SamplingParams(max_tokens=tokens), seed=seed, rollout_number=0, repeat=True
+            given,
+            n=n,
+            sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
+            seed=seed,
+            rollout_number=0,
+            repeat=True,
         )
         groups = await self._system.run(rollout.result())
         return sorted((g.prompt_id, r.index, r.token_ids.tolist()) for g in groups for r in g.responses)

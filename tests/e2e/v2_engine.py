@@ -56,6 +56,7 @@ def main(model: str, how: str, names: list[str]) -> None:
             backend._drafting.start_always()
             backend._drafting._length = None
         runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+        print("begins", flush=True)
         results = {way.__name__: way(backend) for way in WAYS if way.__name__ in names}
     assert drafts is None or backend.stats().accepted_tokens
     print(json.dumps([type(runner).__module__, backend.versions["scheduling"], results]), flush=True)
