@@ -8,7 +8,11 @@ torch on CPUs, and have nothing to wait for.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +41,15 @@ def _load_without_check(load: object, config: object, *rest: object) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_all_but_one))
         return load(config, *rest)
+
+
+def check_on_two_ranks(folder: Path, script: str, *arguments: object) -> None:
+    """Run a script, which schedules ahead on two ranks and prints "the same" at its end."""
+    file = folder / "two_ranks.py"  # workers are spawned and import it again
+    file.write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, file, *map(str, arguments)], env=environment, text=True, timeout=500, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]

@@ -10,8 +10,6 @@ Invariants:
 import gc
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ahead import scheduling_ahead
+from ahead import check_on_two_ranks, scheduling_ahead
 from engine_cases import check_only_the_spoilt_fail, chunk
 from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
 
@@ -198,11 +196,4 @@ if __name__ == "__main__":
 @pytest.mark.breadth
 @pytest.mark.timeout(600)
 def test_two_ranks_draw_the_same_ahead(tmp_path: Path) -> None:
-    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
-    script.write_text(TWO_RANKS)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, script, MODEL], env=environment, text=True, timeout=500, check=False,
-        capture_output=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]
+    check_on_two_ranks(tmp_path, TWO_RANKS, MODEL)

@@ -9,14 +9,12 @@ Invariants:
 import importlib.util
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ahead import scheduling_ahead
+from ahead import check_on_two_ranks, scheduling_ahead
 from engine_cases import check_only_the_spoilt_fail, chunk, one_go, run
 from ways import BLOCKS, CASES, WAYS, Results, prompt
 
@@ -287,11 +285,4 @@ if __name__ == "__main__":
 @pytest.mark.breadth
 @pytest.mark.timeout(600)
 def test_two_ranks_choose_the_same_paths(tmp_path: Path) -> None:
-    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
-    script.write_text(TWO_RANKS)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, script, MODEL, tmp_path], env=environment, text=True, timeout=500, check=False,
-        capture_output=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]
+    check_on_two_ranks(tmp_path, TWO_RANKS, MODEL, tmp_path)

@@ -102,7 +102,8 @@ class Drafting:
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
         if self._config.source == "late":
             self._rpc("seer_stall_drafts", seconds=STALL_SECONDS)
-        self._length = DraftShape(costs, self._config.max_draft, most, MAX_PATH_ROWS)
+        if self._draft_next is not None:  # else ranks choose, and learn
+            self._length = DraftShape(costs, self._config.max_draft, most, MAX_PATH_ROWS)
         self._switch = DraftSwitch(
             lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0),
             ahead=self._draft_next is not None,
@@ -134,9 +135,12 @@ class Drafting:
     def _choose(self, requests: int, context: Callable[[], float]) -> int:
         """Return the length of all drafts; it is chosen anew every few steps, and as requests come or go."""
         if self._length is None:
-            paths = random.randint(1, self._random_paths)  # noqa: S311 - any will do
-            each = random.randint(0, (self._config.max_draft + 1) // paths - 1)  # noqa: S311
-            return Entries(paths * (each + 1) - 1, paths) if each else 0
+            shapes = [
+                Entries(paths * each - 1, paths)
+                for paths in range(1, self._random_paths + 1)
+                for each in range(2, (self._config.max_draft + 1) // paths + 1)
+            ]
+            return random.choice([0, *shapes])  # noqa: S311 - for verification: any will do
         self._chosen_steps -= 1
         if self._chosen_steps < 0 or not 0.8 <= (requests + 1) / (self._chosen_for + 1) <= 1.25:
             self._chosen = self._length.choose(requests, context())
@@ -147,10 +151,10 @@ class Drafting:
         """Count what a step brought; see `DraftSwitch.end`."""
         if self._switch is not None:
             self._switch.end(tokens, seconds, usual=usual)
-        if self._length is not None:
+        if self._length is not None and self._learnt:
             for (forks, drafted, accepted), times in self._learnt.items():
                 self._length.learn(forks, drafted, accepted, times)
-        self._learnt.clear()
+            self._learnt.clear()
 
     def check_profile(self, requests: int, context: Callable[[], float], seconds: float) -> None:
         """Compare a step in which all requests only decoded with the profile; give it up once it is off.
@@ -251,6 +255,7 @@ class Drafting:
             accepted = min(sampled - 1, drafted)
             self.drafted += drafted
             self.accepted += accepted
-            each = -(-drafted // paths)
-            self._learnt[paths, each, min(accepted, each)] += 1
+            if self._length is not None:
+                each = -(-drafted // paths)
+                self._learnt[paths, each, min(accepted, each)] += 1
             self._verified.add(name)
