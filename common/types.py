@@ -19,6 +19,10 @@ from msgspec import structs
 from seer.common.bounds import check_whole
 from seer.common.errors import InvalidField
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""What an engine reports: one that says less than nothing, infinity or NaN is refused where it is read."""
+
 LogprobMode = Literal["scaled", "raw", "processed"]
 FinishReason = Literal["stop", "length"]
 
@@ -254,26 +258,26 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     counts images that the vision encoder computed.
     """
 
-    steps: int = 0
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    pinned_blocks: int = 0
-    preemptions: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    pool_tokens: int = 0
-    pool_saved_blocks: int = 0
-    pool_dropped_blocks: int = 0
-    pool_failures: int = 0
-    pool_corrupt: int = 0
+    steps: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+    free_blocks: Count = 0
+    pinned_blocks: Count = 0
+    preemptions: Count = 0
+    generated_tokens: Count = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    pool_tokens: Count = 0
+    pool_saved_blocks: Count = 0
+    pool_dropped_blocks: Count = 0
+    pool_failures: Count = 0
+    pool_corrupt: Count = 0
     pool_away: bool = False
-    verifications: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    draft_seconds: float = 0.0
-    step_seconds: float = 0.0
-    best_rate: float = 0.0
-    token_seconds_alone: float = 0.0
-    encoder_runs: int = 0
+    verifications: Count = 0
+    drafted_tokens: Count = 0
+    accepted_tokens: Count = 0
+    draft_seconds: Amount = 0.0
+    step_seconds: Amount = 0.0
+    best_rate: Amount = 0.0
+    token_seconds_alone: Amount = 0.0
+    encoder_runs: Count = 0

@@ -221,7 +221,9 @@ def fuzz(frames: int, seed: int, *, keys: bool = False) -> dict[str, object]:
         honest.stopping.set()
         if not system.alive:
             ends = {
-                name: system.lines(name)[-30:] for name, p in system.processes.items() if p.poll() is not None
+                name: (code, system.log(name).read_bytes()[-3000:].decode(errors="replace"))
+                for name, process in system.processes.items()
+                if (code := process.poll()) is not None
             }
             return {"seed": seed, "frames": fuzzer.counts.total(), "harm": {"died": ends}}
         honest.join(DEADLINE)

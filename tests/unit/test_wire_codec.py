@@ -3,10 +3,11 @@ import numpy as np
 import pytest
 
 from seer.common.errors import WireError
-from seer.common.types import SamplingParams
+from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import (
     AppendBatch,
     ChunksDone,
+    EngineStatus,
     EngineToBuffer,
     GroupDone,
     GroupEntry,
@@ -140,6 +141,14 @@ def test_malformed_headers_are_wire_errors(header):
 def test_a_bound_on_a_field_names_it():
     hello = Hello(major=1, minor=0, schema_hash="", config_hash="", role="r", name="x" * 513, incarnation=1)
     refuses(encode(hello), r"at `\$.name`", Hello)
+
+
+@pytest.mark.parametrize("value", [-1, -float("inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("field", [name for name in InstanceStats.__struct_fields__ if name != "pool_away"])
+def test_an_engine_cannot_report_less_than_nothing_or_no_number(field, value):
+    """Such a figure stopped the buffer as soon as somebody asked for its status."""
+    status = EngineStatus(msgspec.structs.replace(InstanceStats(), **{field: value}))
+    refuses(encode(status), rf"at `\$.stats.{field}`", EngineToBuffer)
 
 
 def test_a_decoder_is_usable_after_a_failure():
