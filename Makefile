@@ -67,7 +67,7 @@ mutants: setup  # which deliberate faults in the code does no test notice? e.g. 
 
 kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --require-hashes --target build/triton -r requirements/triton.lock
-	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_sampling_triton.py tests/unit/test_paths_triton.py tests/e2e/test_runner_v2.py
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_cpu_kernels_triton.py tests/unit/test_sampling_triton.py tests/unit/test_paths_triton.py tests/e2e/test_runner_v2.py
 
 VERL := build/verl-venv
 $(VERL)/.installed: requirements/verl.lock requirements/torch-cpu.lock requirements/install_torchvision.py pyproject.toml CMakeLists.txt

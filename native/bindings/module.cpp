@@ -10,6 +10,7 @@
 #include "bindings/draft_choice_module.hpp"
 #include "sampler/kernels.hpp"
 #include "sampler/sampler.hpp"
+#include "bindings/runner_kernels_module.hpp"
 #include "bindings/step_drafter_module.hpp"
 #include "bindings/tree_module.hpp"
 
@@ -96,4 +97,5 @@ NB_MODULE(_native, m) {
     bind_group_tree(m);
     bind_draft_choice(m);
     bind_step_drafter(m);
+    bind_runner_kernels(m);
 }

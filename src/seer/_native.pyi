@@ -1,6 +1,7 @@
 """The compiled module built from `native/`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -304,3 +305,6 @@ def count_drafts(
     The first `accepted[i]` were accepted; -1 where none was verified. Raises `ValueError` for shapes
     that do not fit, and for slots, cells and `keep` out of range.
     """
+
+runner_kernels: Any
+"""A module; `services/engine/vllm/cpu_kernels.py` passes its functions addresses and sizes."""

@@ -1,7 +1,8 @@
-"""The Triton kernels that vLLM's model runner V2 launches without drafts of its own, in numpy, for CPUs.
+"""The Triton kernels that vLLM's model runner V2 launches without drafts of its own, for CPUs.
 
 Without Triton vLLM replaces other kernels (`CpuPlatform.register_triton_kernel_overrides`), none of these:
-`register` adds them to the same table.
+`register` adds them to the same table. Those of each step are compiled (native/bindings/
+runner_kernels_module.cpp): in numpy they took a tenth of a step of few requests. The others are numpy.
 
 Invariants (tests/e2e/test_runner_v2.py, under `make kernel-test`: they draw what the kernels of GPUs draw):
 - each function writes what the kernel of its name in vllm/v1/worker/gpu writes, for each request of its step;
@@ -16,7 +17,10 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
+from torch import Tensor, int32, int64, uint64
+
+from seer._native import runner_kernels
 
 Ints = npt.NDArray[np.int32]
 
@@ -54,6 +58,15 @@ def lift_check() -> None:
     vllm.HAS_TRITON = True
 
 
+def _at(tensor: Tensor | None, dtype: torch.dtype) -> int:
+    """Return where a tensor's values begin, for compiled code; 0 for none."""
+    if tensor is None:
+        return 0
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise TypeError(f"{tensor.dtype} {tuple(tensor.stride())} where {dtype} without gaps is expected")
+    return int(tensor.data_ptr())
+
+
 def _rows(address: int, rows: int, stride: int) -> Ints:
     """Return the int32 [rows, stride] at an address, which whoever passed the address keeps alive."""
     memory = (ctypes.c_int32 * (rows * stride)).from_address(address)
@@ -86,16 +99,13 @@ def apply_write(
 
 def gather_block_tables(
     idx_mapping: Tensor, sources: Tensor, targets: Tensor, strides: Tensor,
-    num_blocks: Tensor, _stride: int, num_reqs: int, **_: object,
+    num_blocks: Tensor, num_blocks_stride: int, num_reqs: int, **_: object,
 ) -> None:  # fmt: skip
     """Copy the block ids of a step's requests, for each group of KV caches, to the step's own tables."""
-    slots = idx_mapping.numpy()[:num_reqs]
-    if not num_reqs:
-        return
-    for group, stride in enumerate(strides.tolist()):
-        most = int(num_blocks[group].numpy()[slots].max())
-        source = _rows(int(sources[group]), num_blocks.shape[1], stride)
-        _rows(int(targets[group]), num_reqs, stride)[:, :most] = source[slots, :most]
+    runner_kernels.gather_block_tables(
+        num_reqs, _at(idx_mapping, int64), len(sources), _at(sources, uint64), _at(targets, uint64),
+        _at(strides, int64), _at(num_blocks, int32), num_blocks_stride,
+    )  # fmt: skip
 
 
 def compute_slot_mappings(
@@ -106,22 +116,11 @@ def compute_slot_mappings(
     """Write where in each group of KV caches the KV of each token of this step lies; `PAD_ID`: nowhere."""
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism on CPUs")
-    slots = idx_mapping.numpy()
-    lengths = _spans(query_start_loc, len(slots))[1]
-    owners = np.repeat(slots, lengths)
-    positions = pos.numpy()[: len(owners)]
-    mappings = slot_mappings.numpy()
-    for group, (stride, size, is_on) in enumerate(
-        zip(strides.tolist(), block_sizes.tolist(), enabled.tolist(), strict=True)
-    ):
-        mapping = mappings[group]
-        mapping[len(owners) :] = PAD_ID
-        if not is_on:
-            mapping[: len(owners)] = PAD_ID
-        elif len(owners):
-            table = _rows(int(tables[group]), int(slots.max(initial=0)) + 1, stride)
-            blocks = table[owners, positions // size].astype(np.int64)
-            mapping[: len(owners)] = np.where(owners < 0, PAD_ID, blocks * size + positions % size)
+    runner_kernels.compute_slot_mappings(
+        len(idx_mapping), _at(idx_mapping, int64), _at(query_start_loc, int32), _at(pos, int64), len(tables),
+        _at(tables, uint64), _at(strides, int64), _at(block_sizes, int32), _at(enabled, torch.bool),
+        _at(slot_mappings, int64), slot_mappings.shape[1], PAD_ID,
+    )  # fmt: skip
 
 
 def prepare_prefill_inputs(
@@ -147,35 +146,23 @@ def prepare_pos_seq_lens(
     num_computed: Tensor, _most: int, **_: object,
 ) -> None:  # fmt: skip
     """Write the position of each token of this step, and the length of each request after it."""
-    slots = idx_mapping.numpy()
-    starts, lengths = _spans(query_start_loc, len(slots))
-    done, lens = num_computed.numpy()[slots], seq_lens.numpy()
-    lens[: len(slots)] = done + lengths
-    lens[len(slots) :] = 0
-    offsets = np.repeat(done - starts, lengths)
-    pos.numpy()[: len(offsets)] = offsets + np.arange(len(offsets))
+    runner_kernels.prepare_pos_seq_lens(
+        len(idx_mapping), _at(pos, int64), _at(seq_lens, int32), len(seq_lens), _at(idx_mapping, int64),
+        _at(query_start_loc, int32), _at(num_computed, int32),
+    )  # fmt: skip
 
 
 def combine_sampled_and_draft_tokens(
     input_ids: Tensor, idx_mapping: Tensor, last_sampled: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, prefill_len: Tensor, drafts: Tensor, _stride: int, cu_num_logits: Tensor,
+    seq_lens: Tensor, prefill_len: Tensor, drafts: Tensor, drafts_stride: int, cu_num_logits: Tensor,
     logits_indices: Tensor, NUM_NEW_SAMPLED_TOKENS: int = 1, **_: object,  # noqa: N803 - the kernel's names
 ) -> None:  # fmt: skip
     """Write the last token and the drafts of requests that decode, and which tokens have logits."""
-    slots = idx_mapping.numpy()
-    starts, lengths = _spans(query_start_loc, len(slots))
-    logits_ends = cu_num_logits.numpy()[: len(slots) + 1]
-    counts, ends = np.diff(logits_ends), starts + lengths
-    logits_indices.numpy()[:] = np.repeat(ends - logits_ends[1:], counts) + np.arange(len(logits_indices))
-    lens, goals = seq_lens.numpy()[: len(slots)], prefill_len.numpy()[slots]
-    ids = input_ids.numpy()
-    draws = (lens > goals) & (lens - counts >= goals) & (NUM_NEW_SAMPLED_TOKENS > 0)
-    ids[(ends - counts)[draws]] = last_sampled.numpy()[slots[draws]].reshape(-1)
-    drafted = np.where(lens > goals, counts - NUM_NEW_SAMPLED_TOKENS, 0)
-    if drafted.any():
-        places = np.arange(drafted.sum()) - np.repeat(np.cumsum(drafted) - drafted, drafted)
-        tokens = drafts.numpy()[np.repeat(slots, drafted), places]
-        ids[np.repeat(ends - drafted, drafted) + places] = tokens
+    runner_kernels.combine_sampled_and_draft_tokens(
+        len(idx_mapping), _at(input_ids, int32), _at(idx_mapping, int64), _at(last_sampled, int64),
+        _at(query_start_loc, int32), _at(seq_lens, int32), _at(prefill_len, int32), _at(drafts, int64),
+        drafts_stride, _at(cu_num_logits, int32), _at(logits_indices, int64), NUM_NEW_SAMPLED_TOKENS,
+    )  # fmt: skip
 
 
 def get_num_sampled_and_rejected(
@@ -183,36 +170,24 @@ def get_num_sampled_and_rejected(
     idx_mapping: Tensor, prefill_len: Tensor, **_: object,
 ) -> None:  # fmt: skip
     """Write how many tokens each request gains and how many of its drafts are lost: 0 in a prefill."""
-    slots = idx_mapping.numpy()
-    ended = seq_lens.numpy()[: len(slots)] >= prefill_len.numpy()[slots]
-    sampled = num_sampled.numpy()[: len(slots)]
-    sampled *= ended
-    counts = np.diff(cu_num_logits.numpy()[: len(slots) + 1])
-    num_rejected.numpy()[: len(slots)] = (counts - sampled) * ended
+    runner_kernels.get_num_sampled_and_rejected(
+        len(idx_mapping), _at(num_sampled, int32), _at(num_rejected, int32), _at(seq_lens, int32),
+        _at(cu_num_logits, int32), _at(idx_mapping, int64), _at(prefill_len, int32),
+    )  # fmt: skip
 
 
 def post_update(
     idx_mapping: Tensor, num_computed: Tensor, last_sampled: Tensor, bin_counts: Tensor | None,
-    _bin_stride: int, sampled: Tensor, _sampled_stride: int, num_sampled: Tensor, num_rejected: Tensor,
-    query_start_loc: Tensor | None, all_token_ids: Tensor, _stride: int, total_len: Tensor, **_: object,
+    bin_stride: int, sampled: Tensor, sampled_stride: int, num_sampled: Tensor, num_rejected: Tensor,
+    query_start_loc: Tensor | None, all_token_ids: Tensor, ids_stride: int, total_len: Tensor, **_: object,
 ) -> None:  # fmt: skip
     """Append what was sampled to the requests of a step, and count what is computed."""
-    slots = idx_mapping.numpy()
-    real = slots >= 0
-    slots, tokens = slots[real], sampled.numpy()[real]
-    counts, totals = num_sampled.numpy()[: len(real)][real], total_len.numpy()
-    for place in range(int(counts.max(initial=0))):
-        more = counts > place
-        owners, ids = slots[more], tokens[more, place]
-        all_token_ids.numpy()[owners, totals[owners] + place] = ids
-        last_sampled.numpy().reshape(len(last_sampled), -1)[owners, 0] = ids
-        if bin_counts is not None:
-            bin_counts.numpy()[owners, ids] += 1
-    totals[slots] += counts
-    computed = -num_rejected.numpy()[: len(real)]
-    if query_start_loc is not None:
-        computed = computed + _spans(query_start_loc, len(real))[1]
-    num_computed.numpy()[slots] += computed[real]
+    runner_kernels.post_update(
+        len(idx_mapping), _at(idx_mapping, int64), _at(num_computed, int32), _at(last_sampled, int64),
+        _at(bin_counts, int32), bin_stride, _at(sampled, int64), sampled_stride, _at(num_sampled, int32),
+        _at(num_rejected, int32), _at(query_start_loc, int32), _at(all_token_ids, int32), ids_stride,
+        _at(total_len, int32),
+    )  # fmt: skip
 
 
 def post_update_num_computed_tokens(
@@ -223,17 +198,13 @@ def post_update_num_computed_tokens(
 
 
 def expand_idx_mapping(
-    idx_mapping: Tensor,
-    slots: Tensor,
-    places: Tensor,
-    cu_num_logits: Tensor,
-    **_: object,
+    idx_mapping: Tensor, slots: Tensor, places: Tensor, cu_num_logits: Tensor, **_: object
 ) -> None:
     """Write the slot of each row of logits, and the row's place among those of its request."""
-    ends = cu_num_logits.numpy()[: len(idx_mapping) + 1]
-    counts = np.diff(ends)
-    slots.numpy()[: ends[-1]] = np.repeat(idx_mapping.numpy(), counts)
-    places.numpy()[: ends[-1]] = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+    runner_kernels.expand_idx_mapping(
+        len(idx_mapping), _at(idx_mapping, int64), _at(slots, int64), _at(places, int32),
+        _at(cu_num_logits, int32),
+    )  # fmt: skip
 
 
 def prepare_rope_positions(
