@@ -38,6 +38,13 @@ OPEN_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 """Pause before an absent dgds is tried again."""
 
+SHARE = 0.02
+"""Share of the time that flushes take at most: with many short responses at once one takes milliseconds, of
+the interpreter that the engine's steps need."""
+
+LONGEST_PAUSE = 0.5
+"""Seconds after a flush that took long, be it that the dgds is slow."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
@@ -178,7 +185,9 @@ class DgdsConnection:
                     await self._send_now.wait()
             except TimeoutError:
                 pass
+            began = self._clock.now()
             await self._flush()
+            await self._clock.sleep(min((self._clock.now() - began) / SHARE, LONGEST_PAUSE))
 
     async def _flush(self) -> None:
         self._to_send.clear()

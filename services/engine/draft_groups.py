@@ -2,7 +2,7 @@
 
 Invariants (tests/unit/test_draft_groups.py asserts them):
 - groups with chunks here are fetched; an idle group, without any, is kept, since its chunks may come back,
-  until idle groups hold more than `max_idle_tokens`: then the one that ran longest ago is evicted;
+  until idle groups hold more than `max_idle_tokens`: then the one that is idle for longest is evicted;
 - a response is not fetched while it runs here, after it finished here, nor for `RETURN_SECONDS` after a chunk
   of it ended here: its tokens are known. One that runs elsewhere for longer is fetched from its beginning.
 """
@@ -27,22 +27,29 @@ class _Group:
 
 
 class DraftGroups:
-    """Must be told of every chunk that starts and ends, and of tokens; `now` is monotonic seconds."""
+    """Must be told of every chunk that starts and ends, and of tokens; `now` is monotonic seconds.
+
+    What is asked often takes no time for idle groups: of short responses there are tens of thousands.
+    """
 
     def __init__(self, max_idle_tokens: int = MAX_IDLE_TOKENS) -> None:
-        self._groups: dict[str, _Group] = {}  # in the order in which they ran last
+        self._running: dict[str, _Group] = {}
+        self._idle: dict[str, _Group] = {}  # those that are idle for longest first
+        self._idle_tokens = 0
         self._max_idle_tokens = max_idle_tokens
 
     def chunk_started(self, group_id: str, index: int) -> None:
         """Note that a chunk of a response starts here."""
-        group = self._groups.pop(group_id, None) or _Group()
-        self._groups[group_id] = group
+        group = self._running.get(group_id)
+        if group is None:
+            group = self._running[group_id] = self._idle.pop(group_id, None) or _Group()
+            self._idle_tokens -= group.tokens
         group.running.add(index)
         group.left_at.pop(index, None)
 
     def chunk_ended(self, group_id: str, index: int, finished: bool, now: float) -> None:
         """Note that a chunk ended or was dropped; `finished`: its response, too."""
-        group = self._groups.get(group_id)
+        group = self._running.get(group_id)
         if group is None or index not in group.running:
             return
         group.running.discard(index)
@@ -50,34 +57,38 @@ class DraftGroups:
             group.finished.add(index)
         else:
             group.left_at[index] = now
+        if not group.running:
+            self._idle[group_id] = self._running.pop(group_id)
+            self._idle_tokens += group.tokens
 
     def add_tokens(self, group_id: str, tokens: int) -> None:
         """Count tokens of a group, generated here or fetched."""
-        if (group := self._groups.get(group_id)) is not None:
+        if (group := self._running.get(group_id)) is not None:
             group.tokens += tokens
+        elif (group := self._idle.get(group_id)) is not None:
+            group.tokens += tokens
+            self._idle_tokens += tokens
 
     def to_fetch(self, now: float) -> dict[str, set[int]]:
         """Return the groups with chunks here, and for each the responses that need not be fetched."""
-        wanted = {}
-        for group_id, group in self._groups.items():
-            if group.running:
-                near = {index for index, since in group.left_at.items() if now - since < RETURN_SECONDS}
-                wanted[group_id] = group.running | group.finished | near
-        return wanted
+        return {
+            group_id: group.running
+            | group.finished
+            | {index for index, since in group.left_at.items() if now - since < RETURN_SECONDS}
+            for group_id, group in self._running.items()
+        }
 
     def evict(self) -> list[str]:
         """Forget idle groups while they hold too many tokens; return them, for others to forget, too."""
-        idle = {group_id: group.tokens for group_id, group in self._groups.items() if not group.running}
-        gone, held = [], sum(idle.values())
-        for group_id, tokens in idle.items():
-            if held <= self._max_idle_tokens:
-                break
-            held -= tokens
+        gone = []
+        while self._idle_tokens > self._max_idle_tokens:
+            group_id = next(iter(self._idle))
+            self._idle_tokens -= self._idle.pop(group_id).tokens
             gone.append(group_id)
-            del self._groups[group_id]
         return gone
 
     def clear(self) -> list[str]:
         """Forget all; return the groups that were known."""
-        gone, self._groups = list(self._groups), {}
+        gone = [*self._running, *self._idle]
+        self._running, self._idle, self._idle_tokens = {}, {}, 0
         return gone

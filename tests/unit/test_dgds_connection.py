@@ -7,7 +7,7 @@ from dgds_system import GROUP, system
 from virtual_time import virtual
 
 from seer.common import wire
-from seer.services.dgds.connection import OPEN_SECONDS
+from seer.services.dgds.connection import OPEN_SECONDS, SHARE
 from seer.services.dgds.packing import group_digest, pack
 from seer.services.dgds.resend_buffer import OVERHEAD_TOKENS, ResendBuffer
 
@@ -67,6 +67,27 @@ async def test_a_dgds_that_never_came_is_not_waited_for():
         before = asyncio.get_running_loop().time()
         assert await client.fetch([GROUP]) == []
         assert asyncio.get_running_loop().time() == before
+
+
+@virtual
+async def test_flushes_that_take_long_come_seldom():
+    async with system() as it:
+        client = it.client()
+        await asyncio.sleep(1)
+        (connection,) = client._connections
+        flushes, flush = [], connection._flush
+
+        async def slowly() -> None:
+            flushes.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.004)
+            await flush()
+
+        connection._flush = slowly
+        for place in range(400):
+            connection.outputs.append(KEY, 1, place, [1])
+            connection.changed(connection._config.flush_tokens)
+            await asyncio.sleep(0.005)
+        assert 0.5 < len(flushes) * 0.004 / (2 * SHARE) <= 1.1, "at most that share of two seconds"
 
 
 def sent(outputs):

@@ -30,11 +30,13 @@ def test_idle_groups_are_forgotten_by_age_once_they_hold_too_much():
     for group_id in ("old", "new", "busy"):
         groups.chunk_started(group_id, 0)
         groups.add_tokens(group_id, 80)
-    groups.chunk_ended("new", 0, finished=True, now=0.0)
-    assert groups.evict() == []
     groups.chunk_ended("old", 0, finished=True, now=0.0)
+    assert groups.evict() == []
+    groups.chunk_ended("new", 0, finished=True, now=1.0)
     assert groups.evict() == ["old"]
     assert groups.evict() == []
+    groups.add_tokens("new", 21)  # fetched
+    assert groups.evict() == ["new"]
     groups.chunk_started("old", 0)
     assert groups.to_fetch(0.0) == {"busy": {0}, "old": {0}}
 
