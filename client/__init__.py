@@ -5,19 +5,24 @@ Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient
 
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
-from seer.client.groups import Group, Response
 from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.media import Placed, medium
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
+from seer.client.results import Group, Response
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.scorer import Reward, RewardMetrics, per_response
-from seer.client.sync import SyncRollout, SyncRolloutClient
-from seer.client.sync_open_rollout import SyncOpenRollout, SyncPromptInFlight
-from seer.client.sync_rewards import SyncDynamicSampling, SyncScores
+from seer.client.sync import (
+    SyncDynamicSampling,
+    SyncOpenRollout,
+    SyncPromptInFlight,
+    SyncRollout,
+    SyncRolloutClient,
+    SyncScores,
+)
 from seer.common.errors import (
     DeadlineExceeded,
     InvalidField,

@@ -1,121 +1,96 @@
-"""The client without asyncio: it runs an event loop in a background thread.
+"""The client without asyncio: an event loop in a background thread runs every call (`loop_thread.py`).
 
 Invariants:
 - every call runs in that loop and raises what the asyncio client raises;
+- rewards do not block the caller, who may do other work inside the `with`;
 - closing the client ends the thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from seer.client.client import RolloutClient
-from seer.client.groups import Group
-from seer.client.loop_thread import LoopThread, iterate
-from seer.client.open_rollout import OpenRollout
-from seer.client.prompts import Prompt
+from seer.client.dynamic import DynamicSampling
+from seer.client.loop_thread import Attribute, Face, LoopThread, WithBlock, in_loop, parameters_of
+from seer.client.open_rollout import OpenRollout, PromptInFlight
+from seer.client.rewards import Scores
 from seer.client.rollout import Rollout
-from seer.client.sync_open_rollout import SyncOpenRollout
-from seer.client.text import Tokenizer
-from seer.client.turns.rollout import TrajectoryRollout
 from seer.client.turns.sync import SyncTrajectoryRollout
-from seer.client.weight_update import InFlight, Source
-from seer.common.config import SecurityConfig
-from seer.common.errors import RequestRefused
-from seer.common.sleep import SleepLevel, SleepTag
-from seer.common.types import SamplingParams
-from seer.common.wire import Progress, Status, Tokens, WeightsLive
+from seer.common.wire import Progress
 
 T = TypeVar("T")
 
 
-class SyncRollout:
+class SyncRollout(Face[Rollout]):
     """See `Rollout`: iterate over groups as they finish, or `in_order()`; or take `result()`."""
 
-    def __init__(self, rollout: Rollout, thread: LoopThread) -> None:
-        self._rollout = rollout
-        self._thread = thread
-
-    @property
-    def id(self) -> str:
-        """The rollout's id at the buffer."""
-        return self._rollout.id
-
-    @property
-    def rollout_number(self) -> int:
-        """The rollout number of the noise keys."""
-        return self._rollout.rollout_number
-
-    @property
-    def progress(self) -> Progress | None:
-        """The latest counters."""
-        return self._rollout.progress
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups finished so far, in the order in which they finished."""
-        return self._rollout.groups
-
-    @property
-    def failure(self) -> RequestRefused | None:
-        """One error that names every prompt that failed so far."""
-        return self._rollout.failure
+    id = Attribute(Rollout, lambda it: it.id, "The rollout's id at the buffer.")
+    rollout_number = Attribute(Rollout, lambda it: it.rollout_number, "The rollout number of the noise keys.")
+    progress = Attribute(Rollout, lambda it: it.progress, "The latest counters.")
+    groups = Attribute(Rollout, lambda it: it.groups)
+    failure = Attribute(Rollout, lambda it: it.failure)
+    __iter__ = in_loop(Rollout.__aiter__)
+    in_order = in_loop(Rollout.in_order)
+    result = in_loop(Rollout.result)
+    cancel = in_loop(Rollout.cancel)
 
     def on_progress(self, callback: Callable[[Progress], None]) -> None:
         """Have `callback` called, in the client's thread, with every `Progress`."""
-        self._rollout.on_progress = callback
-
-    def __iter__(self) -> Iterator[Group]:
-        """Yield groups as they finish; then raise `failure`, if any."""
-        return iterate(self._thread, aiter(self._rollout))
-
-    def in_order(self) -> Iterator[Group]:
-        """Yield groups in input order; then raise `failure`, if any."""
-        return iterate(self._thread, self._rollout.in_order())
-
-    def result(self) -> list[Group]:
-        """Wait for every prompt and return all groups in input order, or raise `failure`."""
-        return self._thread.call(self._rollout.result())
-
-    def cancel(self, prompt_ids: Sequence[str] = ()) -> None:
-        """Give up these unfinished prompts, or all."""
-        self._thread.call(self._rollout.cancel(prompt_ids))
+        self._of.on_progress = callback
 
 
-class SyncRolloutClient:
-    """See `RolloutClient`; use as `with SyncRolloutClient(endpoint) as client`."""
+class SyncPromptInFlight(Face[PromptInFlight]):
+    """See `PromptInFlight`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        name: str | None = None,
-        tokenizer: str | Path | Tokenizer | None = None,
-        connect_seconds: float = 30.0,
-        silence_seconds: float = 60.0,
-        security: SecurityConfig | None = None,
-    ) -> None:
-        self._client = RolloutClient(
-            endpoint,
-            name=name,
-            tokenizer=tokenizer,
-            connect_seconds=connect_seconds,
-            silence_seconds=silence_seconds,
-            security=security,
-        )
-        self._thread: LoopThread | None = None
+    ended = Attribute(PromptInFlight, lambda it: it.ended)
+    result = in_loop(PromptInFlight.result)
+    tokens = in_loop(PromptInFlight.tokens)
+    cancel = in_loop(PromptInFlight.cancel)
+
+
+class SyncOpenRollout(Face[OpenRollout]):
+    """See `OpenRollout`."""
+
+    id = Attribute(OpenRollout, lambda it: it.id, "The rollout's id at the buffer.")
+    rollout_number = Attribute(
+        OpenRollout, lambda it: it.rollout_number, "That of prompts that name no other."
+    )
+    counts = Attribute(OpenRollout, lambda it: it.counts, "What became of its prompts so far.")
+    submit = in_loop(OpenRollout.submit, SyncPromptInFlight)
+    close = in_loop(OpenRollout.close)
+
+
+class SyncRolloutClient(WithBlock[RolloutClient]):
+    """See `RolloutClient`; use as `with SyncRolloutClient(endpoint) as client`, from any thread."""
+
+    _thread: LoopThread
+
+    @parameters_of(RolloutClient)
+    def __init__(self, endpoint: str, **options: Any) -> None:  # noqa: ANN401 - those of RolloutClient
+        super().__init__(RolloutClient(endpoint, **options), LoopThread())
+
+    submit = in_loop(RolloutClient.submit, SyncRollout)
+    open_rollout = in_loop(RolloutClient.open_rollout, SyncOpenRollout)
+    trajectories = in_loop(RolloutClient.trajectories, SyncTrajectoryRollout)
+    update_weights = in_loop(RolloutClient.update_weights)
+    sleep = in_loop(RolloutClient.sleep)
+    wake = in_loop(RolloutClient.wake)
+    status = in_loop(RolloutClient.status)
+
+    def run(self, work: Callable[[RolloutClient], Coroutine[object, object, T]]) -> T:
+        """Run `work` with the asyncio client in its loop, and return its result."""
+        return self._thread.call(work(self._of))
 
     def __enter__(self) -> Self:
-        self._thread = LoopThread()
+        self._thread.start()
         try:
-            self._thread.call(self._client.__aenter__())
+            return super().__enter__()
         except BaseException:
             self._thread.stop()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,111 +99,40 @@ class SyncRolloutClient:
 
     def close(self) -> None:
         """Cancel what is unfinished and leave; idempotent."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.call(self._client.close())
-            thread.stop()
+        if self._thread.running:
+            self._thread.call(self._of.close())
+            self._thread.stop()
 
-    def submit(
-        self,
-        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
-        *,
-        n: int = 8,
-        sampling: SamplingParams | None = None,
-        seed: int = 0,
-        rollout_number: int | None = None,
-        repeat: bool = False,
-        deadline_seconds: float | None = None,
-        rollout_id: str | None = None,
-        weight_version: int | None = None,
-    ) -> SyncRollout:
-        """See `RolloutClient.submit`."""
-        thread = self._running()
-        rollout = thread.call(
-            self._client.submit(
-                prompts,
-                n=n,
-                sampling=sampling,
-                seed=seed,
-                rollout_number=rollout_number,
-                repeat=repeat,
-                deadline_seconds=deadline_seconds,
-                rollout_id=rollout_id,
-                weight_version=weight_version,
-            )
-        )
-        return SyncRollout(rollout, thread)
 
-    def open_rollout(
-        self, rollout_id: str | None = None, *, rollout_number: int | None = None, repeat: bool = False
-    ) -> SyncOpenRollout:
-        """See `RolloutClient.open_rollout`."""
+class SyncScores(WithBlock[Scores]):
+    """See `Scores`; use as `with SyncScores(rollout, reward) as scores`."""
 
-        async def opened(client: RolloutClient) -> OpenRollout:
-            return client.open_rollout(rollout_id, rollout_number=rollout_number, repeat=repeat)
+    @parameters_of(Scores)
+    def __init__(self, rollout: SyncRollout, *reward: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(Scores(rollout._of, *reward, **options), rollout._thread)
 
-        return SyncOpenRollout(self.run(opened), self._running())
+    scored = Attribute(Scores, lambda it: it.scored)
+    unrewarded = Attribute(Scores, lambda it: it.unrewarded)
+    metrics = Attribute(Scores, lambda it: it.metrics)
+    failure = Attribute(Scores, lambda it: it.failure)
+    __iter__ = in_loop(Scores.__aiter__)
+    in_order = in_loop(Scores.in_order)
+    result = in_loop(Scores.result)
 
-    def trajectories(
-        self,
-        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
-        *,
-        n: int = 8,
-        sampling: SamplingParams | None = None,
-        max_context: int,
-        idle_seconds: float = 600.0,
-        max_open: int = 256,
-        journal: str | Path | None = None,
-        seed: int = 0,
-        rollout_number: int | None = None,
-        repeat: bool = False,
-        rollout_id: str | None = None,
-        weight_version: int | None = None,
-    ) -> SyncTrajectoryRollout:
-        """See `RolloutClient.trajectories`; agents are plain functions, each in a thread of its own."""
 
-        async def opened(client: RolloutClient) -> TrajectoryRollout:
-            return client.trajectories(
-                prompts, n=n, sampling=sampling, max_context=max_context, idle_seconds=idle_seconds,
-                max_open=max_open, journal=journal, seed=seed, rollout_number=rollout_number,
-                repeat=repeat, rollout_id=rollout_id, weight_version=weight_version,
-            )  # fmt: skip
+class SyncDynamicSampling(WithBlock[DynamicSampling]):
+    """See `DynamicSampling`; prompts are drawn in the client's thread."""
 
-        return SyncTrajectoryRollout(self.run(opened), self._running(), idle_seconds)
+    @parameters_of(DynamicSampling)
+    def __init__(self, client: SyncRolloutClient, *given: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(DynamicSampling(client._of, *given, **options), client._thread)
 
-    def update_weights(
-        self,
-        version: int,
-        source: Source,
-        *,
-        digest: str = "",
-        in_flight: InFlight = "finish",
-        timeout_seconds: float = 3600.0,
-    ) -> WeightsLive:
-        """See `RolloutClient.update_weights`."""
-        return self._running().call(
-            self._client.update_weights(
-                version, source, digest=digest, in_flight=in_flight, timeout_seconds=timeout_seconds
-            )
-        )
-
-    def run(self, work: Callable[[RolloutClient], Coroutine[object, object, T]]) -> T:
-        """Run `work` with the asyncio client in its loop, and return its result."""
-        return self._running().call(work(self._client))
-
-    def sleep(self, timeout_seconds: float = 600.0, *, level: SleepLevel = 1) -> None:
-        """See `RolloutClient.sleep`."""
-        self._running().call(self._client.sleep(timeout_seconds, level=level))
-
-    def wake(self, timeout_seconds: float = 600.0, *, tags: Sequence[SleepTag] | None = None) -> None:
-        """See `RolloutClient.wake`."""
-        self._running().call(self._client.wake(timeout_seconds, tags=tags))
-
-    def status(self, timeout_seconds: float = 10.0) -> Status:
-        """See `RolloutClient.status`."""
-        return self._running().call(self._client.status(timeout_seconds))
-
-    def _running(self) -> LoopThread:
-        if self._thread is None:
-            raise RuntimeError("use the client inside its with block")
-        return self._thread
+    rollout_number = Attribute(DynamicSampling, lambda it: it.rollout_number)
+    complete = Attribute(DynamicSampling, lambda it: it.complete)
+    accepted = Attribute(DynamicSampling, lambda it: it.accepted)
+    outcomes = Attribute(DynamicSampling, lambda it: it.outcomes)
+    counts = Attribute(DynamicSampling, lambda it: it.counts)
+    unused = Attribute(DynamicSampling, lambda it: it.unused)
+    failure = Attribute(DynamicSampling, lambda it: it.failure)
+    __iter__ = in_loop(DynamicSampling.__aiter__)
+    result = in_loop(DynamicSampling.result)

@@ -4,12 +4,12 @@
 the whole context with every turn. docs/turns.md has both.
 """
 
-from seer.client.turns.journal import Journal
 from seer.client.turns.prefix import PrefixTrajectories
 from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
 from seer.client.turns.sync import SyncTrajectory, SyncTrajectoryRollout
 from seer.client.turns.tool_messages import tool_tokens
 from seer.client.turns.trajectory import NoRoom, Trajectory, TrajectoryFailed, Turn
+from seer.client.turns.turn_journal import Journal
 
 __all__ = [
     "Journal",

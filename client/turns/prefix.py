@@ -1,15 +1,17 @@
-"""Trajectories of loops that know nothing of them: each turn comes as a prompt that has the whole context.
+"""Trajectories of loops that know no trajectories: each turn comes as a prompt that has the whole context.
 
-A prompt that goes on from what its session has is the next turn of that. Any other begins a new segment, a
-trajectory of its own: a template may leave out earlier reasoning, and agents may shorten their history.
+A prompt that begins with all tokens of its session is the next turn of the session's trajectory. Any other
+begins a new segment, a trajectory of its own: a template may leave out earlier reasoning, and agents may
+shorten their history.
 
 Invariants (tests/unit/test_prefix.py):
-- a session's first segment has the noise of the place that it was given; each later one has other noise: it
-  is named by the content of its first prompt, and by how often that came before in its session;
+- a session's first segment has the noise of the place that the session was given. Each later segment has
+  other noise: the segment is named by the content of its first prompt, and by how often that prompt came
+  before in the session;
 - a prompt that comes while its session is generating begins a segment: nothing waits for anything. That
   segment has one turn;
 - the buffer awaits no turn of a segment that no prompt can go on with;
-- at most `max_sessions` sessions are known. One that is forgotten begins again with a segment.
+- at most `max_sessions` sessions are known. A forgotten session begins again with a segment.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seer.client.groups import Group
 from seer.client.media import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, token_array
+from seer.client.results import Group
 from seer.common.errors import Unreachable
 from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
 from seer.common.wire import Tokens
@@ -133,7 +135,7 @@ class PrefixTrajectories:
         return segment is not None and not segment.busy and _goes_on(segment, prompt, _names(media))
 
     def end(self, session: str) -> None:
-        """Forget a session that has no more turns, if it is known."""
+        """Forget a session that has no more turns, if the session is known."""
         known = self._sessions.pop(session, None)
         if known is not None:
             self._leave(known.segment)
@@ -170,7 +172,7 @@ class PrefixTrajectories:
         return known is not None and known.segment is segment
 
     def _leave(self, segment: _Segment | None) -> None:
-        """Say that no turn follows; of one that is generating, once it has ended."""
+        """Say that no turn follows; for a session that is generating, once its turn has ended."""
         if segment is not None and segment.turn_id and not segment.busy:
             self._rollout.end_trajectory(segment.turn_id)
 

@@ -21,8 +21,8 @@ import msgspec
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prepared, check_id, check_request
 from seer.client.text import Tokenizer
-from seer.client.turns.journal import Journal
 from seer.client.turns.trajectory import Settings, Trajectory, TrajectoryFailed, Weights
+from seer.client.turns.turn_journal import Journal
 from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, SeerError
 from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
@@ -33,7 +33,7 @@ Agent = Callable[[Trajectory], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """All trajectories of one prompt, in index order; one that failed is its error."""
+    """All trajectories of one prompt, in index order; in place of a failed trajectory its error."""
 
     prompt_id: str
     prompt_token_ids: Tokens

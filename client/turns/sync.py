@@ -10,119 +10,89 @@ Invariants (tests/unit/test_sync_trajectories.py):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from seer.client.loop_thread import LoopThread, iterate
+from seer.client.loop_thread import Attribute, Calls, Face, WithBlock, in_loop, iterate
 from seer.client.media import Placed
 from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
-from seer.client.turns.trajectory import Trajectory, Turn
+from seer.client.turns.trajectory import Trajectory
 from seer.common.errors import RolloutCancelled
-from seer.common.types import SamplingParams
-from seer.common.wire import Logprobs, Tokens
+from seer.common.wire import Tokens
 
 T = TypeVar("T")
 
 
-class SyncTrajectory:
-    """See `Trajectory`. For one agent, in its thread."""
+class _Agent:
+    """The calls of one agent, one at a time, until its rollout is left."""
 
-    def __init__(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> None:
-        self._trajectory = trajectory
-        self._loop = loop
+    def __init__(self, thread: Calls, prompt_id: str) -> None:
+        self._thread = thread
+        self._prompt_id = prompt_id
         self._lock = threading.Lock()
         self._under_way: Future[Any] | None = None
         self._left = False
 
-    @property
-    def prompt_id(self) -> str:
-        """The id of its prompt."""
-        return self._trajectory.prompt_id
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._left:
+                work.close()
+                raise self._cancelled()
+            self._under_way = future = self._thread.begin(work)
+        return future
 
-    @property
-    def index(self) -> int:
-        """Which of the prompt's trajectories it is."""
-        return self._trajectory.index
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.wait(self.begin(work))
 
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        """The prompt's."""
-        return self._trajectory.metadata
+    def wait(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise self._cancelled() from error
 
-    @property
-    def prompt_token_ids(self) -> Tokens:
-        """The prompt's tokens: int32 [length]."""
-        return self._trajectory.prompt_token_ids
+    def leave(self) -> None:
+        """End what is under way, and refuse what is asked for from now on."""
+        with self._lock:
+            self._left = True
+            if self._under_way is not None:
+                self._under_way.cancel()
 
-    @property
-    def context(self) -> Tokens:
-        """Prompt and all tokens after it: int32 [length]."""
-        return self._trajectory.context
+    def _cancelled(self) -> RolloutCancelled:
+        return RolloutCancelled("its rollout was left", (self._prompt_id,))
 
-    @property
-    def token_ids(self) -> Tokens:
-        """All tokens after the prompt: int32 [length]."""
-        return self._trajectory.token_ids
 
-    @property
-    def media(self) -> tuple[Placed, ...]:
-        """See `Trajectory.media`."""
-        return self._trajectory.media
+class SyncTrajectory(Face[Trajectory]):
+    """See `Trajectory`. For one agent, in its thread."""
 
-    @property
-    def loss_mask(self) -> npt.NDArray[np.bool_]:
-        """True where a token was generated: bool [length]."""
-        return self._trajectory.loss_mask
+    _thread: _Agent
 
-    @property
-    def logprobs(self) -> Logprobs:
-        """Logprobs of what was generated, 0 elsewhere: float32 [length]."""
-        return self._trajectory.logprobs
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """What was generated so far."""
-        return self._trajectory.turns
-
-    @property
-    def weight_version(self) -> int:
-        """See `Trajectory.weight_version`."""
-        return self._trajectory.weight_version
-
-    @property
-    def weights_digest(self) -> str:
-        """See `Trajectory.weights_digest`."""
-        return self._trajectory.weights_digest
-
-    @property
-    def room(self) -> int:
-        """How many tokens `max_context` leaves."""
-        return self._trajectory.room
-
-    @property
-    def call_id(self) -> str:
-        """See `Trajectory.call_id`."""
-        return self._trajectory.call_id
-
-    @property
-    def replaying(self) -> bool:
-        """See `Trajectory.replaying`."""
-        return self._trajectory.replaying
-
-    def generate(self, sampling: SamplingParams | None = None, **changes: object) -> Turn:
-        """See `Trajectory.generate`."""
-        return self._wait(self._start(self._trajectory.generate(sampling, **changes)))
+    prompt_id = Attribute(Trajectory, lambda it: it.prompt_id, "The id of its prompt.")
+    index = Attribute(Trajectory, lambda it: it.index, "Which of the prompt's trajectories it is.")
+    metadata = Attribute(Trajectory, lambda it: it.metadata, "The prompt's.")
+    prompt_token_ids = Attribute(
+        Trajectory, lambda it: it.prompt_token_ids, "The prompt's tokens: int32 [length]."
+    )
+    turns = Attribute(Trajectory, lambda it: it.turns, "What was generated so far.")
+    context = Attribute(Trajectory, lambda it: it.context)
+    media = Attribute(Trajectory, lambda it: it.media)
+    token_ids = Attribute(Trajectory, lambda it: it.token_ids)
+    loss_mask = Attribute(Trajectory, lambda it: it.loss_mask)
+    logprobs = Attribute(Trajectory, lambda it: it.logprobs)
+    weight_version = Attribute(Trajectory, lambda it: it.weight_version)
+    weights_digest = Attribute(Trajectory, lambda it: it.weights_digest)
+    room = Attribute(Trajectory, lambda it: it.room)
+    call_id = Attribute(Trajectory, lambda it: it.call_id)
+    replaying = Attribute(Trajectory, lambda it: it.replaying)
+    generate = in_loop(Trajectory.generate)
 
     def append(self, tokens: str | Sequence[int] | Tokens, media: Sequence[Placed] = ()) -> None:
         """See `Trajectory.append`."""
-        self._trajectory.append(tokens, media)
+        self._of.append(tokens, media)
 
     def once(self, call: Callable[[str], T]) -> T:
         """See `Trajectory.once`; `call` runs in this thread."""
@@ -134,75 +104,41 @@ class SyncTrajectory:
             asked.set_result(call_id)
             return await asyncio.wrap_future(said)
 
-        kept = self._start(self._trajectory.once(here))
+        kept = self._thread.begin(self._of.once(here))
         for either in (asked, kept):
             either.add_done_callback(lambda _: wake.set())
         wake.wait()  # at most as long as the loop takes to look into the journal
         if asked.done():
             try:
-                said.set_result(call(asked.result()))
+                answer = call(asked.result())
             except BaseException:
-                kept.cancel()
+                said.cancel()
+                with contextlib.suppress(CancelledError):
+                    kept.result()  # what the agent does next begins where this ends
                 raise
-        return self._wait(kept)
-
-    # --- inside ------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """End what is under way, and refuse what is asked for from now on."""
-        with self._lock:
-            self._left = True
-            if self._under_way is not None:
-                self._under_way.cancel()
-
-    def _start(self, work: Coroutine[object, object, T]) -> Future[T]:
-        with self._lock:
-            if self._left:
-                work.close()
-                raise self._cancelled()
-            self._under_way = future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future
-
-    def _wait(self, future: Future[T]) -> T:
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise self._cancelled() from error
-
-    def _cancelled(self) -> RolloutCancelled:
-        return RolloutCancelled("its rollout was left", (self.prompt_id,))
+            with contextlib.suppress(InvalidStateError):  # the rollout was left
+                said.set_result(answer)
+        return self._thread.wait(kept)
 
 
 SyncAgent = Callable[[SyncTrajectory], Any]
 
 
-class SyncTrajectoryRollout:
+class SyncTrajectoryRollout(WithBlock[TrajectoryRollout]):
     """See `TrajectoryRollout`; `SyncRolloutClient.trajectories` makes one. Use it as a context manager."""
 
-    def __init__(self, rollout: TrajectoryRollout, thread: LoopThread, idle_seconds: float) -> None:
-        self._rollout = rollout
-        self._thread = thread
-        self._idle_seconds = idle_seconds
+    def __init__(self, of: TrajectoryRollout, thread: Calls) -> None:
+        super().__init__(of, thread)
         self._agents: set[threading.Thread] = set()
 
-    @property
-    def rollout_number(self) -> int:
-        """The rollout number of the noise keys."""
-        return self._rollout.rollout_number
-
-    @property
-    def run_id(self) -> str:
-        """The first part of all call ids."""
-        return self._rollout.run_id
-
-    def __enter__(self) -> Self:
-        return self
+    rollout_number = Attribute(TrajectoryRollout, lambda it: it.rollout_number)
+    run_id = Attribute(TrajectoryRollout, lambda it: it.run_id)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.call(self._rollout.__aexit__(kind, error, trace))
-        deadline = time.monotonic() + self._idle_seconds
+        super().__exit__(kind, error, trace)
+        deadline = time.monotonic() + self._of._settings.idle_seconds
         for agent in list(self._agents):
             agent.join(max(0.0, deadline - time.monotonic()))
 
@@ -210,21 +146,25 @@ class SyncTrajectoryRollout:
         """Run `agent(trajectory)` for every trajectory, each in a thread; yield groups as they finish."""
 
         async def in_thread(trajectory: Trajectory) -> object:
-            own = SyncTrajectory(trajectory, asyncio.get_running_loop())
+            calls = _Agent(self._thread, trajectory.prompt_id)
             ended: Future[object] = Future()
             ended.set_running_or_notify_cancel()
-            name = f"agent {trajectory.prompt_id}/{trajectory.index}"
-            thread = threading.Thread(target=_run, args=(agent, own, ended), name=name, daemon=True)
+            thread = threading.Thread(
+                target=_run,
+                args=(agent, SyncTrajectory(trajectory, calls), ended),
+                name=f"agent {trajectory.prompt_id}/{trajectory.index}",
+                daemon=True,
+            )
             self._agents.add(thread)
             thread.start()
             try:
                 result = await asyncio.wrap_future(ended)
             finally:
-                own.leave()
+                calls.leave()
             self._agents.discard(thread)
             return result
 
-        return iterate(self._thread, self._rollout.run(in_thread))
+        return iterate(self._thread, self._of.run(in_thread))
 
 
 def _run(agent: SyncAgent, trajectory: SyncTrajectory, ended: Future[object]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
-import pytest
 from served_buffer import endpoint as endpoint  # it answers each turn with a 2
 
 from seer.client import RolloutCancelled, SyncRolloutClient
@@ -71,6 +70,20 @@ def test_one_agent_s_error_is_its_own_trajectory_s(endpoint: str) -> None:
     assert not isinstance(two, TrajectoryFailed)
 
 
+def test_an_agent_may_go_on_after_an_error_of_its_environment(endpoint: str) -> None:
+    def agent(trajectory: SyncTrajectory) -> object:
+        for _ in range(50):
+            with contextlib.suppress(ZeroDivisionError):
+                trajectory.once(lambda call_id: 1 // 0)
+            trajectory.append([7])
+        return trajectory.once(lambda call_id: call_id)
+
+    asked = {"n": 3, "max_context": 99}
+    with SyncRolloutClient(endpoint) as client, client.trajectories([[1, 2]], **asked) as rollout:  # type: ignore[arg-type]
+        (group,) = rollout.run(agent)
+    assert [each.result[-4:] for each in group.trajectories] == ["/0/0", "/1/0", "/2/0"]  # type: ignore[union-attr]
+
+
 def test_the_environment_is_asked_once_however_often_the_trainer_starts(
     endpoint: str, tmp_path: Path
 ) -> None:
@@ -96,11 +109,15 @@ def test_who_leaves_ends_agents_and_waits_for_those_at_work(endpoint: str) -> No
     at_work, go_on = threading.Barrier(4), threading.Event()
     ends: list[str] = []
 
-    def agent(trajectory: SyncTrajectory) -> None:
-        trajectory.generate()
+    def environment(call_id: str) -> str:
         at_work.wait(20)
         go_on.wait(20)
+        return call_id
+
+    def agent(trajectory: SyncTrajectory) -> None:
+        trajectory.generate()
         try:
+            environment("") if trajectory.index else trajectory.once(environment)
             trajectory.generate()
         except RolloutCancelled as error:
             ends.append(str(error))
@@ -132,5 +149,3 @@ def test_a_turn_under_way_is_cancelled_when_the_rollout_is_left(endpoint: str) -
         consume(rollout, agent)
         assert began.wait(20)
     assert ends == [RolloutCancelled]
-    with pytest.raises(RuntimeError, match="with block"):
-        client.trajectories([[1]], n=1, max_context=9)

@@ -1,15 +1,15 @@
-"""What environments said, on disk: a trainer that is started again does not ask them again.
+"""What environments said, on disk: a trainer that is started again does not ask its environments again.
 
-A file has a line of JSON for each answer, after a first one that names the run. What was generated is not in
-it: the same context gives the same tokens.
+A file has a line of JSON for each answer, after a first line that names the run. The file has no generated
+tokens: the same context gives the same tokens.
 
 Invariants (tests/unit/test_journal.py):
-- an answer is in the file before the agent sees it (and survives the process, not a power cut: no fsync),
-  and is the same when it is read from there;
+- an answer is in the file before the agent sees the answer (and survives the process, not a power cut: no
+  fsync), and is the same when read from the file;
 - one process at a time writes a file, and only while it lives: the lock is the system's;
-- a line that was cut off counts as not written, and is overwritten; a file that is no journal, or another
-  run's, is left as it is;
-- an answer is given only for the context that it was given for.
+- a line that was cut off counts as not written, and is overwritten; a file that is no journal, or a journal
+  of another run, is left unchanged;
+- an answer is given only for the context to which the environment gave it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Journal:
         self._file.close()
 
     def read(self, call_id: str, context: str) -> object:
-        """Return an answer. Raises `RolloutFailed` if it was given for another context (a digest)."""
+        """Return an answer. Raises `RolloutFailed` for an answer to another context (a digest)."""
         answer = self._answers[call_id]
         if answer.context != context:
             why = "the context is not what it was: other weights, another agent, or other prompts"
