@@ -4,8 +4,7 @@
 with replay engines; `vllm`: the same with real engines and the shipped model. Not by seed, and only when
 named: `stops`, `cuts`, `poor-cuts`, `disks`, `pool-stops`, `pool-cuts` (`tests/chaos/real.py`). The tests
 hold a fixed part of each; their modules in `tests/chaos` say what a run is and what is checked. A failing
-virtual seed replays exactly with `--replay SEED`. `--reverts [NAMES]` breaks promises again, one by one, and
-says which the virtual campaign finds (`tests/chaos/reverts.py`), in `--seconds` each.
+virtual seed replays exactly with `--replay SEED`.
 
     python bench/correctness/chaos.py --seconds 180 --seed 0 --only virtual processes
 """
@@ -21,12 +20,12 @@ import os
 import sys
 import time
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import TESTS
 
 sys.path.insert(0, str(TESTS))
 
-from chaos import real, reverts, virtual
+from chaos import real, virtual
 from chaos.outcome import Outcome, summary
 
 BATCH = 20
@@ -57,17 +56,6 @@ def _virtual(seed: int, seconds: float, workers: int, noise: bool) -> list[Outco
     return sorted(outcomes, key=lambda outcome: outcome.seed)
 
 
-def _reverts(names: list[str], seconds: float, seed: int) -> int:
-    known = {revert.name: revert for revert in reverts.REVERTS}
-    if unknown := set(names) - known.keys():
-        print(f"--reverts {sorted(unknown)}: choose from {', '.join(known)}", file=sys.stderr)
-        return 2
-    with virtual.quiet():
-        rows = [reverts.search(known[name], seconds, seed) for name in names or known]
-    print(json.dumps({"reverts": rows}, indent=1))
-    return int(not all(row["found"] and row["clean"] for row in rows))
-
-
 def main() -> int:
     """Run the campaigns asked for; 1 when any seed failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,10 +67,7 @@ def main() -> int:
     parser.add_argument("--systems", type=int, default=2, help="of processes that run at once")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one virtual seed, with its logs")
     parser.add_argument("--noise", action="store_true", help="add what TCP never does to the virtual runs")
-    parser.add_argument("--reverts", nargs="*", metavar="NAME", help="break these promises again, or all")
     args = parser.parse_args()
-    if args.reverts is not None:
-        return _reverts(args.reverts, args.seconds, args.seed)
     if args.replay is not None:
         print(virtual.draw(args.replay, noise=args.noise))
         outcome = virtual.run(args.replay, noise=args.noise)

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import TESTS
 
 sys.path.insert(0, str(TESTS))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE, TESTS
 from msgspec.structs import replace
 

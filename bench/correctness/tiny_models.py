@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

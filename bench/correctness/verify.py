@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from msgspec.structs import replace
 

@@ -11,8 +11,8 @@ from typing import Any
 _DEPTH = 8
 
 KEPT = (
-    r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$|registered\[\]\.sleeping$",  # of a fixed size
-    r"[._]lives$|_peers$|_peers\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
+    r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$|register\.sleeping$",  # of a fixed size
+    r"[._]lives$|_peers$|(_peers|engines)\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
     r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes

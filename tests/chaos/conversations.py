@@ -47,7 +47,7 @@ OBSERVED = {
 }
 """What observers ask services; nobody else waits for it, and there is none in this world."""
 
-MEDIA = {"OpenMedium", "MediumState", "MediumData", "ReadMedium", "SubmitMedia"}
+MEDIA = {"OpenMedium", "MediumState", "MediumData", "ReadMedium"}
 """Of images."""
 
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}

@@ -30,7 +30,7 @@ from chaos.rollouts import Judge, Roll, job
 from chaos.system import System, replay
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.tensor_stream import TensorStream
-from seer.common.config import BufferConfig, Config, EngineConfig
+from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
 from seer.services.buffer.log.outage import RETRY_SECONDS
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.segments import lives
@@ -118,7 +118,7 @@ async def refused(client: RolloutClient, version: int, mib: int) -> str:
 async def streams(where: str) -> list[str]:
     """Stream weights onto a disk that fills, at `buffer.spool` or in TMPDIR; return what went wrong."""
     with disk(DISK_MIB) as folder:
-        config: Config = replay(replay_step_seconds=0.02)
+        config: Config = replay(step_seconds=0.02)
         if where == "spool":
             config = replace(config, buffer=replace(config.buffer, spool=str(folder / "spool")))
         system = System(config, tcp=True, trainers=("trainer", "updates"))
@@ -222,7 +222,7 @@ async def outputs() -> list[str]:
 
 async def _rollout(prompts: Path, out: Path, other: Path, *options: str) -> tuple[int, str]:
     command = (sys.executable, "-m", "seer.cli.main", "rollout", str(prompts), "--out", str(out))
-    quick = ("--backend", "replay", "--set", "engine.replay_mean_tokens=60", "--max-tokens", "200", "-n", "4")
+    quick = ("--backend", "replay", "--set", "engine.replay.mean_tokens=60", "--max-tokens", "200", "-n", "4")
     process = await asyncio.create_subprocess_exec(
         *command, *quick, *options, env={**os.environ, "TMPDIR": str(other)},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -239,7 +239,10 @@ async def _rollout(prompts: Path, out: Path, other: Path, *options: str) -> tupl
 async def log() -> None:
     """Fill the disk of a buffer's log in mid-rollout, make room, and kill the buffer. In virtual time."""
     engines = EngineConfig(
-        backend="replay", kv_blocks=200, max_num_seqs=16, replay_mean_tokens=300, replay_step_seconds=0.1
+        backend="replay",
+        kv_blocks=200,
+        max_num_seqs=16,
+        replay=ReplayConfig(mean_tokens=300, step_seconds=0.1),
     )
     prompts, sampling = [[1] * number for number in range(1, 13)], SamplingParams(max_tokens=600)
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from chaos.plan import Roll
-from seer.client.groups import Group
 from seer.client.prompts import Prompt
+from seer.client.results import Group
 from seer.common.config import EngineConfig
 from seer.common.types import SamplingParams
 
@@ -107,7 +107,7 @@ def turn(
 ) -> Answer:
     """Return the turn after `context`, of at most so many tokens, of response `index` of a named group."""
     key = shown_key(request_key(roll.seed, roll.number, group, index, digest), media)
-    return response(key, context, most, config.replay_vocab_size, config.replay_mean_tokens)
+    return response(key, context, most, config.replay.vocab_size, config.replay.mean_tokens)
 
 
 class Expected:
@@ -132,7 +132,7 @@ class Expected:
         def answer(prompt: Prompt, index: int) -> Answer:
             key = request_key(seed, number, prompt.id, index, digest)
             key = shown_key(key, [(each.medium.name, each.offset) for each in prompt.media])
-            vocab, mean = config.replay_vocab_size, config.replay_mean_tokens
+            vocab, mean = config.replay.vocab_size, config.replay.mean_tokens
             return response(key, prompt.token_ids, sampling.max_tokens, vocab, mean)
 
         return cls({prompt.id: [answer(prompt, index) for index in range(n)] for prompt in prompts})

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from chaos.expected import Answer, answers
 from chaos.plan import Roll
 from seer.client import RolloutClient, SamplingParams
-from seer.client.groups import Group
 from seer.client.open_rollout import OpenRollout, PromptInFlight
+from seer.client.results import Group
 from seer.common.errors import RequestRefused
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -65,10 +66,11 @@ class Result:
     use: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
 
 
-def quick(**settings: object) -> Config:
+def quick(backend: Literal["vllm", "replay"] = "replay") -> Config:
     """Return a configuration that notices losses sooner than the default: there are many to notice."""
+    config = replay(step_seconds=0.015)
     buffer = BufferConfig(chunk_size=16, engine_silence_seconds=4.0, result_ttl_seconds=8.0)
-    return replace(replay(**({"replay_step_seconds": 0.015} | settings)), buffer=buffer)
+    return replace(config, buffer=buffer, engine=replace(config.engine, backend=backend))
 
 
 class Campaign:
@@ -206,7 +208,7 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
     result, shared = Result(), iter(seeds)
     made = []
     for number in range(systems):
-        config = quick() if model is None else quick(backend="vllm")
+        config = quick() if model is None else quick("vllm")
         system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
         # Both outlive a killed buffer; of images there is room for 23, fewer than rollouts use at once.
         folders = {"spool": str(system.folder / "spool"), "media": str(system.folder / "media")}

@@ -14,10 +14,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from memory_transport import MemoryNetwork
+
 from chaos.conversations import Way, named
 from chaos.plan import Catch
 from seer.common.net.transport.base import Frame
-from seer.common.net.transport.memory import MemoryNetwork
 from seer.common.net.transport.zmq import GONE_SECONDS
 
 CAUGHT_SECONDS = 0.001

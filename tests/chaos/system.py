@@ -26,7 +26,7 @@ from chaos import trainer
 from chaos.network import Network
 from seer.cli.keys import add, init
 from seer.client import RolloutClient
-from seer.common.config import Config, Endpoints, EngineConfig, SecurityConfig, SharedConfig
+from seer.common.config import Config, Endpoints, EngineConfig, ReplayConfig, SecurityConfig, SharedConfig
 from seer.local.child import Child, LaunchError
 from seer.local.hardware import plan_engines
 
@@ -59,13 +59,14 @@ CHILD_OF = {"pool-program": "pool-master", "pool-holder": "pool-owner"}
 """What the pool's services run: Mooncake's master, and the process that holds the memory."""
 
 
-def replay(**settings: object) -> Config:
+def replay(step_seconds: float = 0.1) -> Config:
     """Return a configuration with small replay engines and, else, what users get."""
-    engine = {
-        "backend": "replay", "replay_step_seconds": 0.1, "replay_mean_tokens": 50, "max_num_seqs": 8,
-        "max_model_len": 512, "kv_blocks": 64,
-    }  # fmt: skip
-    return Config(engine=EngineConfig(**(engine | settings)))
+    return Config(
+        engine=EngineConfig(
+            backend="replay", max_num_seqs=8, max_model_len=512, kv_blocks=64,
+            replay=ReplayConfig(step_seconds=step_seconds, mean_tokens=50),
+        )
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

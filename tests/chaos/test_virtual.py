@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chaos.conversations import missing
-from chaos.plan import KINDS, Rest
-from chaos.reverts import REVERTS
+from chaos.plan import KINDS, Rest, Roll
 from chaos.values import AT_LIMIT, BEYOND
 from chaos.virtual import draw, quiet, run, run_plan, story
+from seer.common import wire
+from seer.services.buffer.events import FromEngine
 from seer.services.buffer.log import rows
+from seer.services.buffer.sleep import SleepMachine
 
 BATCH = 25
 RARE = (
@@ -120,10 +123,23 @@ def test_the_fixed_part_has_values_of_every_kind():
     assert {plan.odd_weights for plan in plans if plan.updates} == {False, True}
 
 
-def test_what_stands_still_is_named_with_what_it_waits_for():
-    revert = next(each for each in REVERTS if each.name == "sleepers-hold-for-ever")
-    with revert.broken():
-        outcome = run_plan(revert.plan)
+def test_what_stands_still_is_named_with_what_it_waits_for(monkeypatch):
+    apply = SleepMachine.apply
+
+    def unheard(self, event, *args, **named):
+        match event:
+            case FromEngine(message=wire.Slept(asleep=False)):
+                return []
+        return apply(self, event, *args, **named)
+
+    monkeypatch.setattr(SleepMachine, "apply", unheard)
+    names = tuple((f"p{each}", 8) for each in range(4))
+    script = (Roll("r", 0, 0, names, 4, 64), Rest(1.0), Roll("s", 0, 0, names, 4, 64))
+    plan = replace(
+        draw(0), scripts=(script,), engines=2, mean_tokens=24, kv_blocks=100, update_seconds=3600.0,
+        max_requests=200_000, rejections=0, poison=False, clocks=False, rogue=False, faults=(), catches=(),
+    )  # fmt: skip
+    outcome = run_plan(plan)
     assert outcome.stuck == 1
     told = " ".join(outcome.problems)
     assert "stuck: t0 waits: in step 1, Rest" in told

@@ -21,7 +21,7 @@ from chaos.plan import Pause, Renew, Rest, Roll
 from chaos.turns import Turns
 from chaos.values import BEYOND
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
-from seer.client.groups import Group
+from seer.client.results import Group
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
 from seer.client.weight_update import Source

@@ -21,8 +21,8 @@ from chaos.loops import RETRY_SECONDS, Loop, together
 from chaos.plan import InTurns, Roll
 from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.client.groups import Response
 from seer.client.media import Placed
+from seer.client.results import Response
 from seer.client.turns import NoRoom, PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.errors import Unreachable
 

@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import structlog
+from faulty_transport import Faults
 from virtual_time import PROCESS, Deadlock
 from virtual_time import run as run_virtual
 
@@ -38,9 +39,9 @@ from chaos.world import World
 from seer.client import media as client_media
 from seer.client import weight_update as client_weights
 from seer.common import wire
+from seer.common.blobs import on_this_machine
 from seer.common.config import BufferConfig
 from seer.common.net import stream
-from seer.common.net.transport.faulty import Faults
 from seer.common.wire import codec
 from seer.services.buffer import conductor
 from seer.services.buffer.log import writer
@@ -50,9 +51,10 @@ from seer.services.buffer.log.segments import lives
 from seer.services.buffer.media import server as buffer_media
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
+from seer.services.dgds import server as dgds_server
 from seer.services.engine import media as engine_media
 from seer.services.engine import server as engine_server
-from seer.services.engine.weights import fetcher, holders
+from seer.services.engine.weights.holders import Buffer, Holder
 
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
@@ -296,11 +298,13 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(time, "time_ns", wall),
             mock.patch.object(tempfile, "tempdir", str(world.home)),
             mock.patch.object(tempfile, "_name_sequence", _names()),
-            mock.patch.object(fetcher, "on_this_machine", _same(fetcher.on_this_machine, plan.same_machine)),
-            mock.patch.object(holders, "on_this_machine", _same(holders.on_this_machine, plan.nodes == 1)),
+            mock.patch.object(Buffer, "here", _same(plan.same_machine)),
+            mock.patch.object(Holder, "here", _same(plan.nodes == 1)),
             mock.patch.object(conductor, "node_id", return_value="the buffer's"),
             mock.patch.object(engine_server, "node_id", functools.partial(_node, plan)),
             mock.patch.object(fan_out, "FAN_OUT", plan.fan_out),
+            mock.patch.object(engine_server, "FLUSH_SECONDS", 0.2),
+            mock.patch.object(dgds_server, "TTL_SECONDS", 20.0),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(wire, "MEDIUM_PART_BYTES", PART_BYTES),
@@ -327,8 +331,8 @@ def _names() -> Iterator[str]:
         yield f"n{number}"
 
 
-def _same(visible: Callable[[Any], bool], same: bool) -> Callable[[Any], bool]:
-    return lambda state: same and visible(state)
+def _same(same: bool) -> Any:
+    return staticmethod(lambda state: same and on_this_machine(state))
 
 
 def _node(plan: Plan) -> str:

@@ -193,7 +193,7 @@ def queued_bytes(service: Any) -> dict[bytes, int]:
     """Return the bytes of arrays that wait for each trainer, headers apart."""
     return {
         address: sum(len(frame) for _, frames, _ in line.messages for frame in frames[1:])
-        for address, line in service._to_trainers._queues.items()
+        for address, line in service._out.to_trainers._queues.items()
     }
 
 
@@ -282,7 +282,7 @@ def _buffer(world: World) -> Iterator[str]:
         yield f"the store has {sorted(set(service.store._groups) ^ set(machine.groups))} more or less"
     if machine.instances.chunks:
         yield f"{machine.instances.chunks} chunks are on the books"
-    for name, box in (("trainers", service._to_trainers), ("engines", service._engines.outbox)):
+    for name, box in (("trainers", service._out.to_trainers), ("engines", service._out.to_engines)):
         if box._queues:
             yield f"messages wait for {name}"
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from faulty_transport import Faults, FaultyTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
@@ -36,12 +38,18 @@ from seer.client import SamplingParams
 from seer.client.prompts import Prompt
 from seer.common import ids, wire
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
+from seer.common.config import (
+    BufferConfig,
+    Config,
+    DgdsConfig,
+    EngineConfig,
+    ReplayConfig,
+    SharedConfig,
+    shared_hash,
+)
 from seer.common.errors import Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
-from seer.common.net.transport.faulty import Faults, FaultyTransport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import Identity
 from seer.common.process.service import Service
 from seer.common.weights.in_place import is_in_place
 from seer.common.wire import MEDIUM_STALL_SECONDS
@@ -164,14 +172,13 @@ class World:
                 media=str(self.home / "media") if plan.spool else "",
                 media_bytes=plan.media_bytes or 2**30,
             ),
-            dgds=DgdsConfig(
-                ttl_seconds=20.0, remember_path=str(self.memory) if plan.memory else "", remember_tokens=10_000
-            ),
+            dgds=DgdsConfig(remember_path=str(self.memory) if plan.memory else "", remember_tokens=10_000),
             engine=EngineConfig(
                 name=name.removesuffix(TWIN), backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
-                replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
-                replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2, weights_endpoint=f"tcp://{name}:1",
-                in_place_updates=True, media_bytes=plan.media_bytes or 2**30,
+                replay=ReplayConfig(
+                    step_seconds=plan.step_seconds, vocab_size=VOCAB, mean_tokens=plan.mean_tokens
+                ),
+                weights_endpoint=f"tcp://{name}:1", in_place_updates=True, media_bytes=plan.media_bytes or 2**30,
             ),
         )  # fmt: skip
 
@@ -220,7 +227,7 @@ class World:
     @property
     def modelled(self) -> EngineConfig:
         """Return what the oracle must know of engines."""
-        return EngineConfig(replay_vocab_size=VOCAB, replay_mean_tokens=self.plan.mean_tokens)
+        return EngineConfig(replay=ReplayConfig(vocab_size=VOCAB, mean_tokens=self.plan.mean_tokens))
 
     def expected(
         self, step: Roll, prompt_id: str, version: int, *, name: str = "", seed: int | None = None
@@ -590,14 +597,15 @@ class World:
     def _attend(self, service: buffer.BufferServer) -> None:
         """Count the engines that a buffer gives up."""
         self.served.append(service)
-        on_loss = service.conductor._on_loss
+        out = service._out
+        forget = out.forget_engine
 
         def counted(name: str) -> None:
-            if address := service._engines._registered_at.get(name):
+            if address := out.registered_at.get(name):
                 self.given_up[address] += 1
-            on_loss(name)
+            forget(name)
 
-        service.conductor._on_loss = counted
+        out.forget_engine = counted
 
     def _breach(self, name: str, what: str) -> None:
         if not self.noisy:  # an order that comes late or twice is no fault of who gave it

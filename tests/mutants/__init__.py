@@ -1,25 +1,27 @@
-"""Deliberate faults in the code, each of which a test must notice: the lists are the `*.toml` files here.
+"""Deliberate faults in the code, each of which breaks a promise: a file of them for each kind of promise.
 
-A list names a file, the tests that should notice, and its mutants: `old` is Python that becomes `new`, both
-compared and put in as syntax trees, so that layout and comments do not matter. An `old` that is a whole
-expression matches an expression, else one or more statements that follow each other; `within` narrows the
-search to a function or class; an empty `new` leaves the statements out.
+A mutant is found by the name of its function, wherever that lies: `within` is `function` or `Class.method`,
+`old` a fragment of its text, and `new` takes its place. White space between the words of a fragment is any.
 
 Invariants (tests/unit/test_mutants.py asserts them):
-- `old` occurs exactly once where it is looked for: a mutant whose code has moved on is an error, never a
-  mutant that silently tests nothing;
-- a mutant says which promise it `breaks`; one that no test can notice says why in `survives`.
+- `old` occurs exactly once in all functions of that name: a mutant whose code has moved on is an error, never
+  a mutant that silently tests nothing;
+- a mutant says which promise it breaks, and which test files notice it.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+PRODUCT = ("common", "services", "client", "sim", "src/seer")
 
 
 class Stale(ValueError):  # noqa: N818 - reads as what it says
@@ -27,118 +29,82 @@ class Stale(ValueError):  # noqa: N818 - reads as what it says
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One change of one file; `survives` says why no test needs to notice it."""
+    """One change of one function, the promise that it breaks, and the files in tests/ that notice."""
 
-    name: str
-    breaks: str
+    promise: str
+    within: str
     old: str
     new: str
-    within: str = ""
-    survives: str = ""
-
-
-class Mutants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The mutants of one file, and the tests that are to notice them, the fastest first."""
-
-    file: str
     tests: list[str]
-    mutants: list[Mutant]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a mutant changes a file of the product: `source` is its text, `span` what is replaced."""
+
+    path: Path
+    source: str
+    span: tuple[int, int]
 
     @property
     def module(self) -> str:
         """As Python imports the file."""
-        return "seer." + self.file.removeprefix("src/seer/").removesuffix(".py").replace("/", ".")
+        path = self.path.relative_to(ROOT).as_posix()
+        return "seer." + path.removeprefix("src/seer/").removesuffix(".py").replace("/", ".")
 
 
-def load(name: str) -> Mutants:
-    """Read one list."""
-    return msgspec.toml.decode((FOLDER / f"{name}.toml").read_bytes(), type=Mutants)
+def mutants() -> dict[str, Mutant]:
+    """Read all, by `file/name`."""
+    listed: dict[str, Mutant] = {}
+    for path in sorted(FOLDER.glob("*.toml")):
+        read = msgspec.toml.decode(path.read_bytes(), type=dict[str, Mutant])
+        listed |= {f"{path.stem}/{name}": mutant for name, mutant in read.items()}
+    return listed
 
 
-def names() -> list[str]:
-    """Return the names of all lists."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
-
-
-def mutated(source: str, mutant: Mutant) -> ast.Module:
-    """Return the syntax tree of `source` with the change made. Raises `Stale`."""
-    tree = ast.parse(source)
-    parent, field, at = place_of(tree, mutant)
-    new = ast.parse(mutant.new or "pass").body
-    if isinstance(at, slice):
-        getattr(parent, field)[at] = new
-    elif at is None:
-        setattr(parent, field, _expression(new))
-    else:
-        getattr(parent, field)[at] = _expression(new)
-    return ast.fix_missing_locations(tree)
-
-
-Place = tuple[ast.AST, str, slice | int | None]
-"""A node, its field that is to change, and where in it if that is a list."""
-
-
-def place_of(tree: ast.Module, mutant: Mutant) -> Place:
-    """Return where a mutant changes a module. Raises `Stale`."""
-    scope = _scope(tree, mutant)
-    old, new = ast.parse(mutant.old).body, ast.parse(mutant.new).body
-    whole = _expression(old)
-    places = (
-        _statements(scope, old) if whole is None or _expression(new) is None else _expressions(scope, whole)
-    )
-    if len(places) != 1:
+def place_of(mutant: Mutant) -> Place:
+    """Return where a mutant changes what. Raises `Stale`."""
+    fragment = re.compile(r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", mutant.old))))
+    name = mutant.within.rpartition(".")[2]
+    found: list[Place] = []
+    for path, source in _sources().items():
+        for begin, end in _functions(source, mutant.within) if f"def {name}(" in source else ():
+            found += [Place(path, source, match.span()) for match in fragment.finditer(source, begin, end)]
+    if len(found) != 1:
         raise Stale(
-            f"{mutant.name}: its code occurs {len(places)} times in {mutant.within or 'the file'}, not once:"
-            f" say in `old` and `within` what it is to change now\n{mutant.old}"
+            f"{mutant.within}: the code of a mutant occurs {len(found)} times in functions of this name, not"
+            f" once: say in `within` and `old` what it is to change now\n{mutant.promise}\n{mutant.old}"
         )
-    return places[0]
+    return found[0]
 
 
-def _scope(tree: ast.Module, mutant: Mutant) -> ast.AST:
-    scope: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef = tree
-    for name in filter(None, mutant.within.split(".")):
-        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [node for node in scope.body if isinstance(node, kinds) and node.name == name]
-        if len(found) != 1:
-            raise Stale(f"{mutant.name}: {len(found)} functions or classes {name}, not one ({mutant.within})")
-        scope = found[0]
-    return scope
+def mutated(mutant: Mutant) -> str:
+    """Return the text of its file with the change made. Raises `Stale`."""
+    place = place_of(mutant)
+    begin, end = place.span
+    return place.source[:begin] + mutant.new + place.source[end:]
 
 
-def _expression(body: list[ast.stmt]) -> ast.expr | None:
-    return body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+@cache
+def _sources() -> dict[Path, str]:
+    files = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
+    return {path: path.read_text() for path in files}
 
 
-def _expressions(scope: ast.AST, old: ast.expr) -> list[Place]:
-    places: list[Place] = []
-    for parent in ast.walk(scope):
-        for field, value in ast.iter_fields(parent):
-            if isinstance(value, list):
-                places += [(parent, field, at) for at, item in enumerate(value) if _same(item, old)]
-            elif _same(value, old):
-                places.append((parent, field, None))
-    return places
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
-def _statements(scope: ast.AST, old: list[ast.stmt]) -> list[Place]:
-    places: list[Place] = []
-    for parent in ast.walk(scope):
-        for field in ("body", "orelse", "finalbody"):
-            body = getattr(parent, field, None)
-            starts = range(len(body) - len(old) + 1) if isinstance(body, list) else ()
-            places += [
-                (parent, field, slice(at, at + len(old)))
-                for at in starts
-                if _same(body[at : at + len(old)], old)
-            ]
-    return places
+def _functions(source: str, within: str) -> Iterator[tuple[int, int]]:
+    """Yield where functions of this dotted name begin and end in a file."""
+    nodes: list[ast.AST] = [_parsed(source)]
+    for name in within.split("."):
+        nodes = [each for node in nodes for each in ast.iter_child_nodes(node) if _name(each) == name]
+    lines = source.splitlines(keepends=True)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
 
 
-def _same(one: object, other: object) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, ast.AST):
-        return all(_same(getattr(one, field, None), getattr(other, field, None)) for field in one._fields)
-    return one == other
+def _name(node: ast.AST) -> str:
+    return node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else ""
