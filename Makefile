@@ -62,7 +62,7 @@ ONLY ?= virtual processes vllm
 chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/correctness/chaos.py has more kinds
 	$(BIN)/python bench/correctness/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
 
-mutants: setup  # which deliberate faults in the code does no test notice? e.g. make mutants LISTS="machine room"
+mutants: setup  # which deliberate faults in the code does no test notice? e.g. make mutants LISTS="tokens keys/any-role"
 	$(BIN)/python bench/correctness/mutants.py $(if $(LISTS),--only $(LISTS))
 
 kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock

@@ -18,7 +18,7 @@ from seer.client.open_rollout import OpenRollout
 from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
-from seer.common.net.handshake import error_of
+from seer.common.net.identity import error_of
 from seer.common.wire import (
     Accepted,
     Acknowledge,
@@ -26,7 +26,7 @@ from seer.common.wire import (
     GroupDone,
     Progress,
     Refused,
-    SubmitMedia,
+    Submit,
     TokensGenerated,
 )
 
@@ -125,18 +125,11 @@ class ActiveRollouts:
             self.settle(rollout)
             yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
 
-    def media_of(self, message: SubmitMedia) -> list[Placed]:
+    def media_of(self, message: Submit) -> list[Placed]:
         """Return the media of the prompts of a message that are unfinished."""
         rollout = self._active.get(message.rollout_id)
         prompts = rollout.prepared(message.prompt_ids) if rollout is not None else []
         return [each for prompt in prompts for each in prompt.media]
-
-    def refuse(self, message: SubmitMedia, problem: str) -> None:
-        """Fail the prompts of a message that cannot be sent."""
-        rollout = self._active.get(message.rollout_id)
-        if rollout is not None:
-            rollout.fail(message.prompt_ids, RolloutFailed, problem)
-            self.settle(rollout)
 
     def lose_medium(self, name: str, why: str) -> Iterator[Cancel]:
         """Fail the prompts that show a medium which the buffer does not take; yield their cancels."""

@@ -20,8 +20,8 @@ from concurrent.futures import Executor
 from typing import TypeAlias
 
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
-from seer.client.groups import Group
 from seer.client.prompts import Prompt, prepare
+from seer.client.results import Group
 from seer.client.rewards import RewardFailed, Scored
 from seer.client.rollout import Rollout, summary_of
 from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardError, Scorer, ScoringScope
@@ -38,7 +38,7 @@ ever."""
 
 
 def mixed(scored: Scored) -> bool:
-    """Return whether rewards differ: a group with equal ones has no advantages to learn from."""
+    """Return whether rewards differ: a group with equal rewards has no advantages to learn from."""
     return len(set(scored.rewards)) > 1
 
 

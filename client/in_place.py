@@ -256,7 +256,7 @@ def _check_finite(entries: Sequence[Entry]) -> None:
 
 
 def _flat(entry: Entry) -> torch.Tensor:
-    """Return a tensor's bytes (uint8, [size]); a view where it is contiguous."""
+    """Return a tensor's bytes (uint8, [size]); a view of a contiguous tensor."""
     import torch
 
     flat: torch.Tensor = entry.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -289,7 +289,7 @@ def _buckets(entries: list[Entry], most: int) -> Iterator[tuple[Bucket, list[Ent
 
 
 def _on_gpu(entry: Entry, kept: list[torch.Tensor]) -> Bucket:
-    """Return a bucket with the memory of one tensor on a GPU; `kept` must live until it was read."""
+    """Return a bucket with the memory of one tensor on a GPU; `kept` must live until the bucket was read."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 

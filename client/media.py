@@ -132,25 +132,22 @@ class MediaUploads:
 
     async def _upload(self, one: Medium, send: Send) -> str:
         """Send one image; return why the buffer does not take it."""
-        message: OpenMedium | MediumData = OpenMedium(name=one.name, size=one.size)
-        while True:
-            state = await self._ask(message, send)
-            if state is None:  # the question or its answer was lost
-                message = OpenMedium(name=one.name, size=one.size)
-            elif state.problem or state.have >= one.size:
-                return state.problem
-            else:
+        begin = OpenMedium(name=one.name, size=one.size)
+        message: OpenMedium | MediumData = begin
+        try:
+            while True:
+                waiter: asyncio.Future[MediumState] = asyncio.get_running_loop().create_future()
+                self._answers[one.name] = waiter
+                try:
+                    async with asyncio.timeout(ASK_SECONDS):
+                        await send(message)
+                        state = await waiter
+                except TimeoutError:  # the question or its answer was lost
+                    message = begin
+                    continue
+                if state.problem or state.have >= one.size:
+                    return state.problem
                 part = one.data[state.have : state.have + MEDIUM_PART_BYTES]
                 message = MediumData(name=one.name, size=one.size, offset=state.have, data=part)
-
-    async def _ask(self, message: OpenMedium | MediumData, send: Send) -> MediumState | None:
-        waiter: asyncio.Future[MediumState] = asyncio.get_running_loop().create_future()
-        self._answers[message.name] = waiter
-        try:
-            async with asyncio.timeout(ASK_SECONDS):
-                await send(message)
-                return await waiter
-        except TimeoutError:
-            return None
         finally:
-            del self._answers[message.name]
+            del self._answers[one.name]

@@ -1,14 +1,16 @@
-"""Which noise a client has used: no two of its responses have the same, unless that is asked for. Pure.
+"""Which noise a client has used: no two of its responses share noise, unless a caller asks for that. Pure.
 
 The noise of a token follows from seed, rollout number, the group's name, the index in it and the position
-(docs/same-tokens.md). Which prompt stands before it makes no difference, nor do the weights.
+(docs/same-tokens.md). Neither the prompt before the token nor the weights make a difference.
 
 Invariants (tests/unit/test_noise.py):
-- a response that is under way, or has come, keeps its noise: whoever asks for it again is refused, or says
-  that it is a repetition. One that failed or was cancelled gives it back: asking again is a retry;
-- what begins where a response ended has noise of its own: turns have one key;
-- a number that nobody gave is above all before it, and is of the weight version: steps differ, also those
-  of clients that know nothing of each other, and a step that is run again has its numbers again;
+- a response that is under way, or has come, keeps its noise: whoever asks for the same noise again is
+  refused, or says that the request is a repetition. A response that failed or was cancelled gives its noise
+  back: asking again is a retry;
+- a request that begins where a response ended has noise of its own: turns have one key;
+- a rollout number that nobody gave is above all earlier numbers, and follows from the weight version. So
+  steps differ, also steps of clients that know nothing of each other, and a step that is run again has its
+  numbers again;
 - memory is bounded: the noise that was claimed longest ago is forgotten first.
 """
 

@@ -20,7 +20,7 @@ from seer.common import types
 from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
-from seer.common.wire import MAX_GROUP_SIZE, Submit, SubmitMedia, Tokens
+from seer.common.wire import MAX_GROUP_SIZE, Submit, Tokens
 
 MAX_ID_BYTES = 400
 """A request id, of at most 512 bytes, consists of the rollout's id, the prompt's id and an index."""
@@ -128,7 +128,7 @@ def with_media(submit: Submit, prompts: Sequence[Prepared]) -> Submit:
     """Return the message that submits prompts, which names their media if they have any."""
     if not any(prompt.media for prompt in prompts):
         return submit
-    return SubmitMedia(**structs.asdict(submit), media=[prompt.places for prompt in prompts])
+    return structs.replace(submit, media=[prompt.places for prompt in prompts])
 
 
 def check_place(group: str, first_index: int, n: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from seer.client.groups import Group
+from seer.client.results import Group
 from seer.client.rollout import Rollout, summary_of
 from seer.client.scorer import (
     MAX_CONCURRENT,

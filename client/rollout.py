@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 
 import numpy as np
 
-from seer.client.groups import Group, group_of, malformed
 from seer.client.noise import Claim
 from seer.client.prompts import Prepared, batches, with_media
+from seer.client.results import Group, group_of, malformed
 from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
@@ -169,7 +169,7 @@ class Rollout:
     # --- for the client ------------------------------------------------------------------
 
     def matches(self, submission: int) -> bool:
-        """Return whether an answer is to this submission; one of an older buffer names none."""
+        """Return whether an answer is to this submission; 0: to any."""
         return submission in (0, self.submission)
 
     def began(self, weight_version: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField, SeerError
 
@@ -39,7 +39,7 @@ class RewardError(SeerError):
 
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
-    """`seconds`: of all calls. `hidden_seconds`: those of them while the rollout still ran.
+    """`seconds`: of all calls. `hidden_seconds`: of calls while the rollout still ran.
 
     `after_seconds`: wall time from the rollout's end to the last reward, which the trainer waits for.
     """

@@ -17,17 +17,15 @@ class SleepCall:
         self.request = request
         self._answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
 
-    async def run(self, send: Callable[[Sleep], Awaitable[None]]) -> Sleep | None:
+    async def run(self, send: Callable[[Sleep], Awaitable[None]]) -> Sleep:
         """Ask, and wait for the answer; return what says it again to another life of the buffer.
 
-        None: the buffer is too old for that. Raises `SeerError` if nothing was done, or what `fail` got.
+        Raises `SeerError` if nothing was done, or what `fail` got.
         """
         await send(self.request)
         slept = await self._answer
         if slept.problem:
             raise SeerError(slept.problem)
-        if not slept.wish:
-            return None
         level = self.request.level
         return Sleep(asleep=bool(slept.tags), level=level, tags=slept.tags, wish=slept.wish)
 

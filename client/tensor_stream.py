@@ -140,7 +140,7 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _problem(tensor: Tensor) -> str:
-    """Return why a torch tensor has no bytes that could be sent; empty: it has, or is none."""
+    """Return why a torch tensor has no bytes to send; empty: it has bytes, or is no torch tensor."""
     if hasattr(tensor, "full_tensor"):
         return "is one rank's part of a tensor: give its full_tensor()"
     if getattr(tensor, "is_meta", False):

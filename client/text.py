@@ -1,9 +1,9 @@
 """Text of prompts and responses, for callers who need it: the system itself uses token ids only.
 
 Invariants:
-- a prompt's ids are those that the tokenizer returns for it, with special tokens (as in vLLM);
-- the text of a response is vLLM's (`common/detokenizer.py`): without the string or token that it stopped
-  at, which its tokens have.
+- a prompt's ids are the ids that the tokenizer returns for its text, with special tokens (as in vLLM);
+- the text of a response is vLLM's (`common/detokenizer.py`): without the string or token that stopped the
+  response, which its tokens have.
 """
 
 from __future__ import annotations

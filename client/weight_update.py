@@ -25,9 +25,9 @@ from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.tensor_stream import TensorStream
+from seer.common.blobs import checksum
 from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, WeightsRefused
-from seer.common.weights.digest import checksum
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.lora import source_of
 from seer.common.wire import (

@@ -2,23 +2,23 @@
 
 Invariants:
 - every number has bounds (`common/bounds.py`);
-- an unknown key is an error that suggests the nearest valid name; a wrong type is an error that names the
-  key;
+- an unknown key is an error that suggests the nearest valid name, or what to do instead of one that there was
+  once (`common/removed_settings.py`); a wrong type is an error that names the key;
 - precedence: defaults < file < environment (`SEER_ENGINE__KV_BLOCKS=48`) < `--set engine.kv_blocks=48`;
 - `shared_hash` covers only what must agree everywhere, never a node's own ports and sizes.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from seer.common import tables
 from seer.common.bounds import (
     MAX_SECONDS,
     Bytes,
@@ -98,14 +98,15 @@ class BufferConfig(Section, frozen=True):
     """Bound on unfinished requests."""
     engine_wait_seconds: Seconds = 600.0
     """How long accepted work may wait for a first engine before it is failed."""
-    engine_silence_seconds: Annotated[float, Within(1.0, MAX_SECONDS)] = 20.0
+    engine_silence_seconds: Annotated[float, Within(2.0, MAX_SECONDS, "engines report every second")] = 20.0
     """An engine that sends nothing for this long counts as lost; its chunks run on other engines."""
-    max_attempts: Annotated[int, Within(1, 1000)] = 8
-    """A request whose chunk failed this many times in a row is failed."""
     result_ttl_seconds: Seconds = 3600.0
     """How long a finished group waits for its trainer's acknowledgement."""
     update_seconds: Seconds = 3600.0
-    """Deadline of each phase of a weight update: checking, finishing running requests, loading."""
+    """Deadline of each phase of a weight update: checking, finishing running requests, loading.
+
+    Over HTTP, of the whole, of sleep, of waking, and of a pause that waits for requests under way.
+    """
     log: str = ""
     """Folder for the log of what happened and was decided, at most 2 GiB: docs/log.md.
 
@@ -139,8 +140,6 @@ class ContextConfig(Section, frozen=True):
 
     title = "context"
 
-    publish_interval_seconds: Interval = 0.05
-    """Changed estimates are collected this long before they are published."""
     remember_prompts: Annotated[int, Within(0, 2**31)] = 0
     """Most prompts whose response lengths are remembered for their next groups; 0: none.
 
@@ -153,8 +152,6 @@ class DgdsConfig(Section, frozen=True):
 
     title = "dgds"
 
-    ttl_seconds: Seconds = 600.0
-    """How long a group is kept after its last use, unless the engine says otherwise."""
     max_tokens: Annotated[int, Within(1, 2**40)] | None = None
     """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first. Default: two
     fifths of the process's memory limit, at most 500 million."""
@@ -190,6 +187,22 @@ class DraftsConfig(Section, frozen=True):
     """Most draft paths verified per request and step; default: as many as pay."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
+
+
+class ReplayConfig(Section, frozen=True):
+    """Engines without a model (`engine.backend = "replay"`), for tests and studies."""
+
+    title = "engine.replay"
+
+    trace: str = ""
+    """JSONL of recorded responses; empty: tokens and lengths are a function of the key."""
+    step_seconds: Interval = 0.002
+    """Duration of a step at batch 1."""
+    row_seconds: Interval = 0.0001
+    """Added duration per running request."""
+    vocab_size: Count = 151_936
+    mean_tokens: Tokens = 256
+    """Without a trace: mean length of responses, which are heavy-tailed."""
 
 
 CPU_KV_SHARE = 0.1
@@ -246,27 +259,11 @@ class EngineConfig(Section, frozen=True):
     """Deadline for loading the model."""
     media_bytes: Bytes = 4 * 2**30
     """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
-    flush_tokens: Count = 64
-    """New tokens of a request that trigger a flush to the dgds."""
-    flush_seconds: Interval = 0.05
-    """Longest time that generated tokens wait to be sent to the dgds."""
-    status_seconds: Seconds = 1.0
-    """Interval of status reports."""
     cpu_cores: str = ""
     """Cores for a CPU engine's threads, in vLLM's syntax (`0-3`); default: vLLM's own choice."""
-    fault_position: Annotated[int, Within(0, 2**24)] | None = None
-    """Sample a wrong token at this absolute position, for `seer verify --plant-fault`. Not for rollouts."""
-    replay_trace: str = ""
-    """Replay backend: JSONL of recorded responses; empty: tokens and lengths are a function of the key."""
-    replay_step_seconds: Interval = 0.002
-    """Replay backend: duration of a step at batch 1."""
-    replay_row_seconds: Interval = 0.0001
-    """Replay backend: added duration per running request."""
-    replay_vocab_size: Count = 151_936
-    replay_mean_tokens: Tokens = 256
-    """Replay backend without a trace: mean length of responses, which are heavy-tailed."""
     vllm: VllmSettings = VllmSettings()
     """Settings that are passed on to vLLM: `common/vllm_settings.py`."""
+    replay: ReplayConfig = ReplayConfig()
 
 
 POOL_SHARE = 0.1
@@ -302,8 +299,6 @@ class PoolConfig(Section, frozen=True):
     """Folder of the disk tier; default: a temporary one."""
     lease_seconds: Seconds = 5.0
     """Blocks are not evicted for this long after a look-up or read."""
-    call_seconds: Seconds = 2.0
-    """Deadline of each call of an engine into the pool; later it counts as a miss."""
     staging_mib: Annotated[int, Within(1, 2**20)] = 128
     """Memory of each engine rank for KV that is copied to or from the pool."""
     pull_tokens: Annotated[int, Within(0, 2**24)] | None = None
@@ -354,8 +349,6 @@ class GatewayConfig(Section, frozen=True):
     )
     """An HTTP client that takes longer to send a request, or reads nothing of its answer for as long, is
     disconnected."""
-    update_seconds: Seconds = 3600.0
-    """Deadline of a weight update, of sleep, of waking, and of a pause that waits for requests under way."""
 
 
 class LogConfig(Section, frozen=True):
@@ -399,17 +392,18 @@ def load(
             raise ConfigError(f"config file {path}: {error.strerror}; give a readable TOML file") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
-    _refuse_unknown(Config, table, str(path))
+    tables.refuse_unknown(Config, table, str(path))
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
-            _put(table, name[len(ENV_PREFIX) :].lower().replace("__", "."), text, f"environment {name}")
-        elif name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}_" for section in _fields(Config))):
+            dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+            tables.put(Config, table, dotted, text, f"environment {name}")
+        elif name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}_" for section in tables.fields(Config))):
             raise ConfigError(f"environment {name}: write two underscores after the section's name")
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write --set section.key=value")
-        _put(table, key.strip(), text.strip(), f"--set {item}")
+        tables.put(Config, table, key.strip(), text.strip(), f"--set {item}")
     try:
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
@@ -428,93 +422,15 @@ def _check_relations(config: Config) -> None:
     for name in ("data", "control"):
         address = getattr(config.gateway, name)
         check_endpoint(f"gateway.{name}", f"tcp://{address}", written="host:port")
-    silence, status = config.buffer.engine_silence_seconds, config.engine.status_seconds
-    if silence < 2 * status:
-        fix = f"engines report every engine.status_seconds = {status:g}: give at least {2 * status:g}"
-        raise ConfigError(f"buffer.engine_silence_seconds = {silence:g}: {fix}")
 
 
 def dump(config: Config) -> str:
     """Write a configuration as TOML that `load` reads back equal."""
-    lines: list[str] = []
-    for section, values in msgspec.to_builtins(config).items():
-        lines += _table(section, values)
-    return "\n".join(lines)
-
-
-def _table(name: str, values: Mapping[str, object]) -> list[str]:
-    """Return a table's lines, its own keys before the tables in it."""
-    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
-    own = {key: value for key, value in values.items() if key not in inner and value is not None}
-    lines = [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
-    for key, value in inner.items():
-        lines += _table(f"{name}.{key}", value)
-    return lines
+    sections = msgspec.to_builtins(config).items()
+    return "\n".join(line for section, values in sections for line in tables.lines(section, values))
 
 
 def shared_hash(shared: SharedConfig) -> str:
     """Digest what must be equal everywhere; of the model's path only the folder's name counts."""
     agreed = msgspec.structs.replace(shared, model=Path(shared.model).name)
     return hashlib.blake2b(msgspec.json.encode(agreed, order="sorted"), digest_size=8).hexdigest()
-
-
-def _toml_value(value: object) -> str:
-    # JSON's strings, numbers and booleans are TOML's too.
-    return msgspec.json.encode(value).decode()
-
-
-def _put(table: dict[str, object], dotted: str, text: str, source: str) -> None:
-    *sections, key = dotted.split(".")
-    named: dict[str, object] = {key: None}
-    for section in reversed(sections):
-        named = {section: named}
-    _refuse_unknown(Config, named, source)
-    kind: Any = Config
-    inner: Any = table
-    for section in sections:
-        kind = _fields(kind)[section].type
-        inner = inner.setdefault(section, {})
-        if not _is_section(kind):
-            raise ConfigError(f"{source}: {section} is a setting, which has no {key}")
-    if _is_section(_fields(kind)[key].type):
-        raise ConfigError(f"{source}: {dotted} is a section; name one of its keys, as {dotted}.KEY")
-    if isinstance(inner, dict):
-        inner[key] = _parse(_fields(kind)[key].type, dotted, text, source)
-
-
-def _parse(kind: object, dotted: str, text: str, source: str) -> object:
-    for candidate in (text, _maybe_toml(text)):
-        try:
-            return msgspec.convert(candidate, kind, strict=False)
-        except msgspec.ValidationError as error:
-            problem = str(error)
-    raise ConfigError(f"{source}: {dotted}: {problem}")
-
-
-def _is_section(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _maybe_toml(text: str) -> object:
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _fields(struct: type) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.name: field for field in msgspec.structs.fields(struct)}
-
-
-def _refuse_unknown(struct: type, table: Mapping[str, object], source: str, prefix: str = "") -> None:
-    fields = _fields(struct)
-    for key, value in table.items():
-        if key not in fields:
-            if refused := getattr(struct, "REFUSED", {}).get(key):
-                raise ConfigError(f"{source}: {prefix}{key} is not passed on to vLLM: {refused}")
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(fields)}"
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
-        inner = fields[key].type
-        if isinstance(value, dict) and _is_section(inner):
-            _refuse_unknown(inner, value, source, f"{prefix}{key}.")

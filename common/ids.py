@@ -50,7 +50,7 @@ def params_digest(
 ) -> int:
     """Return a 63-bit digest of what a submission asks for a prompt: with its tokens, it makes the responses.
 
-    `group`, `first_index` and `media` are as in `wire.Submit` and `wire.SubmitMedia`.
+    `group`, `first_index` and `media` are as in `wire.Submit`.
     """
     place: tuple[object, ...] = (group, first_index, media) if media else (group, first_index)
     if not (group or first_index or media):

@@ -47,7 +47,7 @@ lines = [json.dumps({"id": str(i), "prompt_token_ids": [1, 2, i + 3]}) for i in 
 (folder / "prompts.jsonl").write_text("\\n".join(lines))
 seer = pathlib.Path(sys.executable).with_name("seer")
 command = [seer, "rollout", folder / "prompts.jsonl", "--out", folder / "out.jsonl", "--backend", "replay",
-           "-n", "2", "--max-tokens", "32", "--set", "engine.replay_step_seconds=0.001"]
+           "-n", "2", "--max-tokens", "32", "--set", "engine.replay.step_seconds=0.001"]
 subprocess.run(command, check=True, timeout=120)
 groups = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 assert len(groups) == 4 and all(len(group["responses"]) == 2 for group in groups), groups

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seer.common.policy.bound import lower_bound
+from seer.common.policy.rollout_bound import lower_bound
 from seer.sim.drafting import DRAFT_SHARE, GAINS, kind_of
 from seer.sim.turns import Trajectory, generated
 from seer.sim.workload import Model, Workload

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
+from seer.common import wire
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
-from seer.services.buffer.events import Joined
+from seer.services.buffer.events import Joined, ToLife
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.context.machine import EstimateMachine
@@ -36,7 +36,7 @@ DISPATCH_SECONDS = 0.01
 """From the end of a chunk to the first step of the next: two messages and a scheduler step."""
 
 PUBLISH_SECONDS = 0.05
-"""How long the context service collects changes: the default of `context.publish_interval_seconds`."""
+"""How long the context service collects changes: `PUBLISH_SECONDS` of its server."""
 
 SAMPLES = 400
 """Points of each curve over time."""
@@ -114,7 +114,8 @@ class Cluster:
     def run(self) -> Outcome:
         """Run until the last response has finished; return the result."""
         for instance in self.instances.values():
-            self._tell(Joined(instance.name, self.load.capacity))
+            register = wire.Register(capacity=self.load.capacity, weight_version=0)
+            self._tell(Joined(instance.name, register))
         self._submit()
         if self.every:
             self._sample()
@@ -168,12 +169,12 @@ class Cluster:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)
-                case GroupOpened() | RequestProgress() | GroupClosed():
+                case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                     self._learn(item)
-                case instructions.Refuse():
-                    raise ValueError(f"the buffer refused prompts: {item.message}")
+                case ToLife(message=wire.Refused(message=why)):
+                    raise ValueError(f"the buffer refused prompts: {why}")
 
-    def _learn(self, event: GroupEvent) -> None:
+    def _learn(self, event: wire.BufferPublished) -> None:
         self.context.apply(event)
         if not self._publishing and self.context.dirty:
             self._publishing = True
@@ -260,11 +261,11 @@ class Cluster:
                 instance.leave(response, chunk.length)
                 if self.pool:
                     self.pool.save(self._numbers[instance.name], response, chunk.end, self.now)
-            ended = events.ChunkEnded(
-                instance.name, chunk.request_id, chunk.attempt, generated - view.generated,
-                "stop" if done else "", preemptions=chunk.preemptions,
-            )  # fmt: skip
-            self._tell(ended)
+            finish = "stop" if done else ""
+            result = wire.ChunkResult(
+                chunk.request_id, chunk.attempt, generated - view.generated, finish, "", chunk.preemptions
+            )
+            self._tell(events.ChunkEnded(instance.name, result))
             if done:
                 self._delivered(chunk.request_id)
 

@@ -76,7 +76,7 @@ class Instance:
 
     @property
     def step_seconds(self) -> float:
-        """Time of a step of those that ran when time was last advanced, without any prefill."""
+        """Time of a step of the requests that ran when time was last advanced, without any prefill."""
         return self._step
 
     @property

@@ -2,8 +2,8 @@
 
 Each node has an incoming and an outgoing link of the same speed. The KV pool's memory lies on all nodes, and
 its blocks anywhere in it, as Mooncake places them. So a fetch occupies the incoming link of the node that
-asked, and an equal part of each outgoing link; a save occupies its node's outgoing link, and the incoming
-one of some node, each in turn. A transfer is done when each of its links has carried its part.
+asked, and an equal part of each outgoing link. A save occupies the outgoing link of its node, and the
+incoming link of some node, each in turn. A transfer is done when each of its links has carried its part.
 
 Invariants (tests/property/test_sim_network.py asserts them):
 - a link is busy while something is left to carry, and transfers that share it advance at the same pace;
@@ -24,7 +24,7 @@ _EPSILON = 1e-9  # seconds: rounding errors
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer: on how many links it still is, and what to call with the time once it is done."""
+    """A transfer: the number of links that it still occupies, and what to call with the time of its end."""
 
     links: int
     done: Callable[[float], None]
@@ -74,13 +74,13 @@ class Network:
         self._wake = wake
 
     def fetch(self, node: int, seconds: float, now: float, done: Callable[[float], None]) -> None:
-        """Bring KV to a node; `seconds`: what one link takes for all of it."""
+        """Bring KV to a node; `seconds`: what one link takes for all this KV."""
         part = seconds / len(self._outgoing)
         parts = [(self._incoming[node], seconds), *((link, part) for link in self._outgoing)]
         self._start(parts, now, done)
 
     def save(self, node: int, seconds: float, now: float, done: Callable[[float], None]) -> None:
-        """Take KV from a node to the pool; `seconds`: what one link takes for all of it."""
+        """Take KV from a node to the pool; `seconds`: what one link takes for all this KV."""
         self._start([(self._outgoing[node], seconds), (next(self._places), seconds)], now, done)
 
     def _start(self, parts: list[tuple[Link, float]], now: float, done: Callable[[float], None]) -> None:

@@ -22,7 +22,7 @@ CHOICE_SECONDS = 1.0
 
 
 class Pool:
-    """See the module's docstring. Instances are numbered from 0, those of one node one after the other."""
+    """See the module's docstring. Instances are numbered from 0, node by node."""
 
     def __init__(self, load: Workload, wake: Wake) -> None:
         self._load = load
@@ -41,7 +41,7 @@ class Pool:
         return least
 
     def found(self, instance: int, response: str, cached: float, now: float) -> float:
-        """Return how many tokens an instance fetches of a response of which it has so many cached."""
+        """Return how many tokens of a response an instance fetches, given how many it has cached."""
         tokens = self._held.get(response, 0) - cached
         return tokens if tokens > self.least(instance, now) else 0.0
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seer.common import ids
+from seer.common import ids, wire
 from seer.common.policy.schedule import Policy
 from seer.common.types import TurnSpec
+from seer.services.buffer.events import FromTrainer
 from seer.services.buffer.requests import events
 from seer.sim.cluster import Cluster
 from seer.sim.turns import Trajectory, generated
@@ -79,11 +80,11 @@ class TurnCluster(Cluster):
         group, index, turn = self._places[request_id]
         name = _name(group, index, turn)
         if self._is_last(request_id):
-            self._tell(events.RolloutCancelled("trainer", "r", [name]))
+            self._tell(FromTrainer("trainer", wire.Cancel(rollout_id="r", prompt_ids=[name])))
         else:
             back = self.now + self._turns[group, index][turn].tool_seconds
             self._at(back, self._come_back, group, index, turn + 1)
-        self._tell(events.GroupsAcknowledged("trainer", "r", [name]))
+        self._tell(FromTrainer("trainer", wire.Acknowledge(rollout_id="r", prompt_ids=[name])))
 
     def _come_back(self, group: int, index: int, turn: int) -> None:
         spec = self._spec(group, index, turn)

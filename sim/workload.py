@@ -139,7 +139,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def capacity(self) -> Capacity:
-        """An instance's capacity, as it would register at the buffer."""
+        """An instance's capacity, as the instance would register it at the buffer."""
         return Capacity(
             kv_blocks=self.model.kv_tokens // self.model.block_size,
             block_size=self.model.block_size,

@@ -1,10 +1,12 @@
 """Events for a buffer's machine, whose invariants are checked after each, and what it answers."""
 
+import orders
 from invariants import check
+from orders import pick as pick
 
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer.events import Joined, Left
+from seer.services.buffer.events import Left
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -15,7 +17,7 @@ LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=200
 def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
     machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}))
     for life, name in enumerate(engines):
-        machine.apply(Joined(name, CAPACITY, -life), 0.0)
+        machine.apply(orders.joined(name, CAPACITY, -life), 0.0)
     return machine
 
 
@@ -38,15 +40,9 @@ def submit(
     return out
 
 
-def pick(out, kind):
-    return [item for item in out if isinstance(item, kind)]
-
-
 def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
     count = count or dispatch.max_new_tokens
-    event = events.ChunkEnded(
-        dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields
-    )
+    event = orders.ended(dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields)
     out = machine.apply(event, now)
     check(machine)
     return out
@@ -66,6 +62,6 @@ def run_to_end(machine, out, now=1.0):
 def die(machine, name, life):
     out = machine.apply(Left([name], died=True), 1.0)
     check(machine)
-    out += machine.apply(Joined(name, CAPACITY, life), 1.0)
+    out += machine.apply(orders.joined(name, CAPACITY, life), 1.0)
     check(machine)
     return out

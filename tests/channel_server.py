@@ -2,11 +2,12 @@
 
 import asyncio
 
+from memory_transport import MemoryTransport
+
 from seer.common.clock import LoopClock
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
-from seer.common.net.transport.memory import MemoryTransport
+from seer.common.net.identity import Identity
 from seer.common.types import InstanceStats
 from seer.common.wire import BufferToEngine, EngineStatus, EngineToBuffer
 

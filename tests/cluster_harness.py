@@ -7,13 +7,13 @@ import json
 import struct
 from collections.abc import AsyncIterator
 
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import PROCESS
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig, SharedConfig
 from seer.common.net.transport.base import Transport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.service import Service
 from seer.services.buffer import server as buffer
 from seer.services.context import server as context

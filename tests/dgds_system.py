@@ -4,15 +4,15 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
+from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec.structs import replace
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
+from seer.common.config import Config, SharedConfig, shared_hash
 from seer.common.endpoints import shards
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import Identity
 from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest
 from seer.services.dgds.server import DgdsServer, make
@@ -27,7 +27,7 @@ def array(*tokens):
 
 def client_of(transport, name="one", max_retained_tokens=10**6, endpoint=CONFIG.endpoints.dgds, **settings):
     me = Identity(role="engine", name=name, incarnation=1, config_hash=shared_hash(CONFIG.shared))
-    return DgdsClient(transport, endpoint, me, LoopClock(), EngineConfig(**settings), max_retained_tokens)
+    return DgdsClient(transport, endpoint, me, LoopClock(), max_retained_tokens, **settings)
 
 
 class Dgds:

@@ -4,14 +4,14 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import eventually
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
-from seer.common.net.handshake import Identity
+from seer.common.config import Config, EngineConfig, ReplayConfig, SharedConfig, shared_hash
 from seer.common.net.hub import Hub
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import Identity
 from seer.common.types import SamplingParams
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
@@ -20,8 +20,7 @@ REPLAY = EngineConfig(
     backend="replay",
     name="e0",
     kv_blocks=200,
-    replay_step_seconds=0.01,
-    replay_row_seconds=0.0,
+    replay=ReplayConfig(step_seconds=0.01, row_seconds=0.0),
     max_num_seqs=4,
 )
 

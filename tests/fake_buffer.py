@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
+from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec import structs
 
 from seer.client import RolloutClient
 from seer.common.ids import new_incarnation, params_digest
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import Identity
 from seer.common.wire import (
     Accepted,
     BufferToTrainer,
@@ -21,7 +21,6 @@ from seer.common.wire import (
     Message,
     Progress,
     Submit,
-    SubmitMedia,
     TrainerToBuffer,
 )
 
@@ -48,7 +47,7 @@ def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None
 def turns(submit: Submit, **changes: object) -> list[GroupDone]:
     """What generates as many tokens as it may: 100 and on, with logprobs that tell the number of the turn."""
     length = submit.sampling.max_tokens
-    media = submit.media if isinstance(submit, SubmitMedia) else [[]] * len(submit.groups)
+    media = submit.media or [[]] * len(submit.groups)
     places = zip(submit.groups, submit.first_indices, media, strict=True)
     return [
         structs.replace(

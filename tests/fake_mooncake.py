@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from seer.services.engine.vllm.kv_pool.copies import KvRegions
-from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
+from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
+from seer.services.engine.vllm.kv_pool.guarded_store import GuardedStore, StoreSettings
 
 PATIENCE_SECONDS = 30.0
 """Bound on what a test waits for; nothing that works takes nearly as long."""

@@ -27,7 +27,7 @@ TEMPLATE = (
 )
 """In words that the shipped model's tokenizer knows; that model comes without a template."""
 
-REPLAY = ("engine.backend=replay", "engine.replay_vocab_size=66", "engine.replay_step_seconds=0.01")
+REPLAY = ("engine.backend=replay", "engine.replay.vocab_size=66", "engine.replay.step_seconds=0.01")
 ENDLESS = {"ignore_eos": True, "max_tokens": 50_000}
 """Sampling of a request that is under way for as long as any test runs."""
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from seer.cli.keys import add, init
 from seer.client import RolloutClient, SamplingParams
-from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, SecurityConfig
+from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, ReplayConfig, SecurityConfig
 from seer.local.child import Child
 
 PROMPTS = [[1, 2, 3, number] for number in range(8)]
@@ -41,7 +41,10 @@ class System:
             zip(SOCKETS, (f"tcp://127.0.0.1:{port}" for port in ports(len(SOCKETS))), strict=True)
         )
         engine = EngineConfig(
-            backend="replay", kv_blocks=400, max_num_seqs=8, replay_mean_tokens=200, replay_step_seconds=0.005
+            backend="replay",
+            kv_blocks=400,
+            max_num_seqs=8,
+            replay=ReplayConfig(mean_tokens=200, step_seconds=0.005),
         )
         self.config = Config(
             endpoints=Endpoints(**endpoints),

@@ -7,9 +7,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 
+from memory_transport import MemoryNetwork, MemoryTransport
+
 from seer.common.errors import Unreachable
 from seer.common.net.transport.base import Frame, Socket
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 
 Loses = Callable[[Sequence[Frame]], bool]
 

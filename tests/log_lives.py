@@ -1,9 +1,11 @@
 """Lives of the buffer's machines, with their log."""
 
+import orders
+
 from seer import __version__
 from seer.common.policy.length import Estimate
 from seer.common.types import Capacity
-from seer.services.buffer.events import Joined, Tick
+from seer.services.buffer.events import Tick
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.requests import events, instructions
@@ -26,13 +28,13 @@ class Life:
         self.machine = header.machine()
         self.log = LogWriter(str(folder) if folder else "", header, self.machine)
         self.now = 0.0
-        self.tell(Joined("a", CAPACITY))
-        self.tell(Joined("b", CAPACITY, 1))
+        self.tell(orders.joined("a", CAPACITY))
+        self.tell(orders.joined("b", CAPACITY, 1))
 
     def tell(self, event):
         self.now += 0.25
         out = self.machine.apply(event, self.now)
-        self.log.write(self.now, event, out)
+        self.log.record(self.now, event, out)
         return [item for item in out if isinstance(item, instructions.Dispatch)]
 
     def roll(self, number, prompts=4):
@@ -42,7 +44,7 @@ class Life:
         while todo:
             chunk = todo.pop(0)
             count = min(chunk.max_new_tokens, 7)
-            todo += self.tell(events.ChunkEnded(chunk.instance, chunk.request_id, chunk.attempt, count))
+            todo += self.tell(orders.ended(chunk.instance, chunk.request_id, chunk.attempt, count))
             todo += self.tell(events.EstimatesChanged({f"r{number}/1": Estimate(9.0 + self.now, 0.5)}))
         self.tell(Tick())
-        self.tell(events.GroupsAcknowledged("t", f"r{number}", [spec.prompt_id for spec in specs]))
+        self.tell(orders.acknowledged("t", f"r{number}", [spec.prompt_id for spec in specs]))

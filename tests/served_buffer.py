@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from seer.common.ids import params_digest
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire import (
     BufferToTrainer,

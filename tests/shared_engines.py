@@ -43,7 +43,7 @@ class SharedEngines:
         usual = [f"shared.model={model}", "pool.kind=none", "drafts.source=off"]
         config = load(None, {}, [*usual, *(ONE_CORE if instances == 1 else ()), *settings])
         self.system = LocalSystem(config, instances)
-        self._thread = LoopThread()
+        self._thread = LoopThread().start()
         self._thread.call(self.system.__aenter__())
         self._digest = self._thread.call(self._live()).weights_digest
 

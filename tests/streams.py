@@ -3,7 +3,7 @@
 import asyncio
 
 from seer.common.clock import LoopClock
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.stream import StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.wire import ContextPublished, ContextSnapshot, ContextSnapshotReply, Estimates
 

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engine_system import Buffer
+from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec import structs
 from virtual_time import PROCESS, eventually
 
@@ -12,9 +13,8 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
-from seer.services.engine.nodes.agreement import Meeting
 from seer.services.engine.nodes.follower import Follower
+from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 from seer.services.engine.weights.manifest import read_manifest

@@ -1,11 +1,12 @@
 """A sleep machine whose instructions leave out the numbers of wishes, for tests of all else."""
 
-from msgspec.structs import replace
-
 from seer.services.buffer import sleep
 
 
 class SleepMachine(sleep.SleepMachine):
     def apply(self, *args, **options):
         out = super().apply(*args, **options)
-        return [item if isinstance(item, sleep.GiveUp) else replace(item, wish=0) for item in out]
+        for item in out:
+            if not isinstance(item, sleep.GiveUp):
+                item.message.wish = 0
+        return out

@@ -28,15 +28,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
-from lib.machine import machine
+from lib.hardware import machine
 from lib.processes import cpu_seconds, rss_bytes
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, LogConfig
+from seer.common.config import Config, DgdsConfig, Endpoints, LogConfig
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Frame, Socket
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.local.child import Child
@@ -79,9 +79,9 @@ class Dgds:
         return made
 
     def client(self, transport: ZmqTransport, **settings: float) -> DgdsClient:
-        """Return a client with these settings of `[engine]`."""
+        """Return a client that sends that often; see `DgdsClient`."""
         me = Identity(role="engine", name=f"c{new_incarnation()}", incarnation=new_incarnation())
-        return DgdsClient(transport, self.at, me, LoopClock(), msgspec.convert(settings, EngineConfig))
+        return DgdsClient(transport, self.at, me, LoopClock(), **settings)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
@@ -34,7 +34,6 @@ async def roll(options: argparse.Namespace, kill_at: int | None) -> dict[str, An
     settings = [
         f"shared.model={options.model}", f"engine.max_model_len={MAX_TOKENS + 128}", "pool.kind=none",
         "buffer.policy=migrate", "buffer.chunk_size=64", "engine.max_num_seqs=32",
-        "engine.status_seconds=0.2",
     ]  # fmt: skip
     lines = options.prompts.read_text().splitlines()[: options.groups]
     slices: list[dict[str, float]] = []

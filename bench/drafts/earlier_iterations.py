@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE, ROOT
 from never_slower import ratio
 
@@ -41,11 +41,11 @@ from train import samples
 from seer.client import Prompt, RolloutClient, SamplingParams, Scored, Scores, per_response
 from seer.common.config import load
 from seer.local.system import LocalSystem
+from seer.services.engine.server import STATUS_SECONDS
 
 SIDES = {"none": 0, "remembered": 50_000_000}
 """Values of `dgds.remember_tokens`."""
 
-STATUS_SECONDS = 0.2
 LEARNING_RATE = 4e-4
 
 
@@ -99,7 +99,7 @@ async def sides_of(
         config = load(None, {}, [
             f"shared.model={model}", f"engine.max_num_seqs={options.running}",
             f"engine.max_model_len={options.max_tokens + 64}", "engine.kv_cache_gib=0.5",
-            f"engine.status_seconds={STATUS_SECONDS}", "pool.kind=none", "log.level=warning",
+            "pool.kind=none", "log.level=warning",
             f"dgds.remember_tokens={tokens}", *options.sets,
         ])  # fmt: skip
         system = await stack.enter_async_context(LocalSystem(config, options.instances))

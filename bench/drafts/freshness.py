@@ -19,11 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, load
+from seer.common.config import Config, load
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.local.child import Child
 from seer.services.dgds.client import StreamDelta
@@ -62,16 +62,16 @@ class Timed(ReplayBackend):
             self._ages += [now - at for at in made[first : delta.previous + len(delta.tokens)]]
 
 
-async def measure(step_seconds: float, flush_seconds: float) -> dict[str, Any]:
-    """Run one rollout with these times; return ages in milliseconds."""
+async def measure(step_seconds: float) -> dict[str, Any]:
+    """Run one rollout with steps that long; return ages in milliseconds."""
     made: dict[tuple[str, int], list[float]] = {}
     ages: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ways = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
         settings = [f"endpoints.{way}=ipc://{folder}/{way}" for way in ways]
-        settings += ["buffer.chunk_size=100000", f"engine.flush_seconds={flush_seconds}"]
-        settings += [f"engine.replay_step_seconds={step_seconds}", "engine.replay_row_seconds=0"]
+        settings += ["buffer.chunk_size=100000", "engine.replay.row_seconds=0"]
+        settings += [f"engine.replay.step_seconds={step_seconds}"]
         config = load(None, {}, settings)
         names = ("buffer", "context", "dgds")
         children = [await Child.spawn(one, one, config, {}, folder, logged=True) for one in names]
@@ -100,7 +100,7 @@ async def measure(step_seconds: float, flush_seconds: float) -> dict[str, Any]:
                 await child.gone(10)
     cuts = statistics.quantiles(ages, n=100)
     found = {"p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}
-    return {"step_ms": step_seconds * 1e3, "flush_ms": flush_seconds * 1e3, "tokens": len(ages)} | {
+    return {"step_ms": step_seconds * 1e3, "tokens": len(ages)} | {
         key: round(value, 1) for key, value in found.items()
     }
 
@@ -109,9 +109,7 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    default = EngineConfig().flush_seconds
-    pairs = [(step, flush) for step in (0.005, 0.02) for flush in (default, 0.01)]
-    report = {"machine": machine(), "runs": [asyncio.run(measure(step, flush)) for step, flush in pairs]}
+    report = {"machine": machine(), "runs": [asyncio.run(measure(step)) for step in (0.005, 0.02)]}
     print(json.dumps(report, indent=1))
 
 

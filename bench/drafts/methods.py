@@ -22,7 +22,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
 if TYPE_CHECKING:
     from seer.services.engine.vllm.worker import SeerWorker

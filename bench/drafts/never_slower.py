@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from lib.processes import cpu_seconds
 
@@ -40,6 +40,7 @@ from heavier import heavier
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.local.system import LocalSystem
+from seer.services.engine.server import STATUS_SECONDS
 
 SOURCES = ("off", "own", "grouped")
 CELLS = (
@@ -120,16 +121,13 @@ class Side:
         return sum(each.stats.draft_seconds for each in (await self._client.status()).instances)
 
 
-STATUS_SECONDS = 0.2
-
-
 async def systems(stack: contextlib.AsyncExitStack, cell: Cell, model: Path, sets: list[str]) -> list[Side]:
     """Start the three systems of a cell."""
     sides = []
     for source in SOURCES:
         config = load(None, {}, [
             f"shared.model={model}", f"engine.max_num_seqs={cell.running}", "engine.max_model_len=2304",
-            "engine.kv_cache_gib=1", f"engine.status_seconds={STATUS_SECONDS}", "pool.kind=none",
+            "engine.kv_cache_gib=1", "pool.kind=none",
             f"drafts.source={source}", "log.level=warning", *sets,
         ])  # fmt: skip
         system = await stack.enter_async_context(LocalSystem(config, 1))

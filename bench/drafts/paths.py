@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from tokenizers import Tokenizer
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import grouped_tokens
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 from numpy.typing import NDArray
 
 from seer._native import DraftStep, GroupTree, StepDrafter, draft_batch

@@ -25,7 +25,7 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a helper fo
 
 import numpy as np
 import torch
-from lib.machine import machine
+from lib.hardware import machine
 
 try:
     import vllm

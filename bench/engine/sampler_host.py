@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling import triton_sampler, triton_slots

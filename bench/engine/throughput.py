@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
 CELLS = tuple(f"{tokens}x{batch}" for tokens in (16, 64, 512) for batch in (1, 8, 64, 256))
 MOST_AT_ONCE, MOST_TOKENS, RUN_TOKENS = 256, 512, 16_384

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from contestants import Process, RefusedError, Responses, System
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from sides import SIDES, SYSTEMS, WEIGHTS, contestant, padded, prompts_of
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from safetensors.torch import load_file, save_file
 
@@ -42,7 +42,7 @@ STEP_SECONDS = 120.0
 POLL_SECONDS = 0.2
 SETTINGS = (
     "engine.max_num_seqs=64", "engine.max_model_len=1280", "engine.max_num_batched_tokens=4096",
-    "engine.in_place_updates=true", "engine.status_seconds=0.2", "pool.kind=none", "log.level=warning",
+    "engine.in_place_updates=true", "pool.kind=none", "log.level=warning",
 )  # fmt: skip
 
 

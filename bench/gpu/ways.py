@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from msgspec.structs import replace
 

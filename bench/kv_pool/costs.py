@@ -28,15 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from lib.random_model import random_llama
 
 from seer.client import Progress, RolloutClient, SamplingParams
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig, load
-from seer.common.pool import PoolFigures, ask_master, read_figures
+from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.local.system import LocalSystem
 from seer.services.engine.backend import Chunk
+from seer.services.engine.server import STATUS_SECONDS
 from seer.services.engine.vllm.backend import VllmBackend
 
 MODEL = EXAMPLE / "model"
@@ -175,7 +176,7 @@ def overhead(pool: PoolConfig, turns: int) -> dict[str, Any]:
 
 def migration(model: Path, pool: PoolConfig, turns: int) -> dict[str, Any]:
     weights = uuid.uuid4().hex
-    pulling = msgspec.structs.replace(pool, pull_tokens=0, call_seconds=10.0)
+    pulling = msgspec.structs.replace(pool, pull_tokens=0)
     engines = {
         "source": Engine(model, pulling, 0, weights),
         "pool": Engine(model, pulling, 1, weights),
@@ -242,7 +243,7 @@ async def roll(config: Config, prompts: int, n: int) -> dict[str, Any]:
             if config.pool.kind == "mooncake":
                 figures.append(read_figures(await ask_master(system.config.pool.metrics)))
         seconds = time.perf_counter() - started
-        await asyncio.sleep(2 * config.engine.status_seconds)
+        await asyncio.sleep(2 * STATUS_SECONDS)
         stats = [instance.stats for instance in (await client.status()).instances]
     groups = work.result()
     total = {name: sum(getattr(each, name) for each in stats) for name in stats[0].__struct_fields__}

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.machine import machine
+from lib.hardware import machine
 from msgspec.structs import replace
 from policy_sweep import CHUNK
 
 from seer.services.buffer.log.rows import read
+from seer.services.buffer.rollout_progress import Survey, survey
 from seer.services.buffer.statistics import Statistics
-from seer.services.buffer.survey import Survey, survey
 from seer.sim.study import Task, Variant, perform
 from seer.sim.workload import WORKLOADS
 

@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from bare_vllm import BareEngines
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE, ROOT
 from seer_run import CpuUse, Mode, Run, run_seer
 from tokenizers import Tokenizer
@@ -94,9 +94,9 @@ REPLAY = Mode(
         "engine.max_num_seqs=64",
         "engine.max_model_len=1088",
         f"engine.kv_blocks={REPLAY_KV_BLOCKS}",
-        "engine.replay_mean_tokens=256",
-        f"engine.replay_step_seconds={REPLAY_STEP_SECONDS}",
-        "engine.replay_row_seconds=0.0005",
+        "engine.replay.mean_tokens=256",
+        f"engine.replay.step_seconds={REPLAY_STEP_SECONDS}",
+        "engine.replay.row_seconds=0.0005",
         "buffer.chunk_size=64",
         "drafts.source=off",  # replay engines draft nothing; their tokens need not travel
     ),
@@ -154,7 +154,7 @@ def batch_held(engine: EngineConfig, block_size: int, prompts: Sequence[list[int
 def speeds(engine: EngineConfig, mode: Mode, batch: float, runs: Sequence[Run]) -> tuple[float, float]:
     """Return the capacity in tokens/s of all instances, and the seconds of a token alone, by Seer's runs."""
     if engine.backend == "replay":
-        step, row = engine.replay_step_seconds, engine.replay_row_seconds
+        step, row = engine.replay.step_seconds, engine.replay.row_seconds
         return mode.instances * batch / (step + batch * row), step + row
     capacity = max(sum(instance.stats.best_rate for instance in run.instances) for run in runs)
     seen = [instance.stats.token_seconds_alone for run in runs for instance in run.instances]

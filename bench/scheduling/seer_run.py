@@ -20,10 +20,11 @@ from msgspec.structs import replace
 from seer.client import RolloutClient, SamplingParams
 from seer.client.prompts import Prompt
 from seer.common.config import Config
-from seer.common.policy.bound import lower_bound
+from seer.common.policy.rollout_bound import lower_bound
 from seer.common.policy.tail import tail_seconds
 from seer.common.wire import InstanceStatus
 from seer.local.system import LocalSystem
+from seer.services.engine.server import STATUS_SECONDS
 
 WARM_UP_TOKENS = 512
 
@@ -120,7 +121,7 @@ async def run_seer(
         LocalSystem(config, mode.instances) as system,
         RolloutClient(system.endpoint) as client,
     ):
-        instances = await warm_up(client, mode, others, seed, 2 * config.engine.status_seconds)
+        instances = await warm_up(client, mode, others, seed, 2 * STATUS_SECONDS)
         use = CpuUse([os.getpid(), *system.pids.values()])  # this process is the trainer
         named = [Prompt(f"p{number}", token_ids=tokens) for number, tokens in enumerate(prompts)]
         sampling = SamplingParams(max_tokens=mode.max_tokens)

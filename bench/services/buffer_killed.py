@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.local.system import LocalSystem
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.kept import KeptChunks
+from seer.services.engine.server import STATUS_SECONDS
 
 GROUP = 8
 CHUNK = 512
@@ -38,7 +39,7 @@ async def roll(options: argparse.Namespace, folder: str, kill_at: int | None, ke
     settings = [
         f"shared.model={options.model}", f"engine.max_model_len={options.max_tokens + 128}", "pool.kind=none",
         f"buffer.log={folder}", f"buffer.keep_chunks={str(keep).lower()}", "buffer.chunk_size=64",
-        "engine.max_num_seqs=32", "engine.status_seconds=0.2",
+        "engine.max_num_seqs=32",
     ]  # fmt: skip
     lines = options.prompts.read_text().splitlines()[: options.groups]
     async with (
@@ -58,7 +59,7 @@ async def roll(options: argparse.Namespace, folder: str, kill_at: int | None, ke
                 break
         groups = await done
         seconds = time.monotonic() - begun
-        await asyncio.sleep(1.0)  # the engines' last status
+        await asyncio.sleep(2 * STATUS_SECONDS)  # the engines' last status
         stats = [instance.stats for instance in (await client.status()).instances]
     tokens = [response.token_ids.tolist() for group in groups for response in group.responses]
     again = sum(each.generated_tokens for each in stats) - sum(map(len, tokens))

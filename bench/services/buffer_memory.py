@@ -33,7 +33,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import TESTS
 
 MIB = 2**20

@@ -14,7 +14,7 @@ import json
 import time
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.common.wire import Tokens
 from seer.gateway.conversations import Conversations

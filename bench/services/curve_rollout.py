@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from msgspec.structs import fields, replace
 from tokenizers import Tokenizer

@@ -21,12 +21,13 @@ import sys
 import time
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
+from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer.events import Joined
+from seer.services.buffer.events import FromTrainer, Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -36,6 +37,7 @@ CAP = 65_536
 CHUNKS = 11
 """Chunks of a response: 22,386 tokens on average in the paper's Moonlight workload."""
 CAPACITY = Capacity(kv_blocks=31_250, block_size=16, max_num_seqs=128, max_model_len=CAP + 512)
+REGISTER = wire.Register(capacity=CAPACITY, weight_version=0)
 """500,000 tokens of KV: about 50 requests at a time, half of all."""
 WARM_UP = 4
 """Events before the first timed one, for each running chunk."""
@@ -55,7 +57,7 @@ class Fleet:
         self.machine = RequestMachine(POLICIES[policy], state.Limits(chunk_size=CHUNK))
         self.running: list[instructions.Dispatch] = []
         for number in range(instances):
-            self.told(Joined(f"engine-{number}", CAPACITY))
+            self.told(Joined(f"engine-{number}", REGISTER))
         self.prompts = [str(number) for number in range(requests // GROUP)]
         self.submit(self.prompts)
         for _ in range(WARM_UP * len(self.running)):  # until requests are at all stages
@@ -82,7 +84,7 @@ class Fleet:
                 over.append(item.group_id.partition("/")[2])
         dispatched = len(self.running) - running
         if over:
-            self.told(events.GroupsAcknowledged("trainer", "rollout", over))
+            self.told(FromTrainer("trainer", wire.Acknowledge(rollout_id="rollout", prompt_ids=over)))
             self.submit(over)
         return seconds, dispatched
 
@@ -94,9 +96,8 @@ class Fleet:
         finish = "stop" if self.rng.random() < 1 / CHUNKS else ""
         if self.machine.requests[chunk.request_id].view.remaining <= chunk.max_new_tokens:
             finish = "length"
-        return events.ChunkEnded(
-            chunk.instance, chunk.request_id, chunk.attempt, chunk.max_new_tokens, finish
-        )
+        result = wire.ChunkResult(chunk.request_id, chunk.attempt, chunk.max_new_tokens, finish, "", 0)
+        return events.ChunkEnded(chunk.instance, result)
 
     def news(self, prompt: str) -> events.EstimatesChanged:
         """Say something else of a group."""

@@ -18,7 +18,7 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from lib.machine import machine
+from lib.hardware import machine
 
 REPO = Path(__file__).resolve().parents[2]
 UNITS = Path("compose") / "systemd"

@@ -15,8 +15,8 @@ import json
 import statistics
 import sys
 
-from decisions import CAPACITY, Fleet
-from lib.machine import machine
+from decisions import REGISTER, Fleet
+from lib.hardware import machine
 
 from seer.services.buffer.events import Joined, Left
 
@@ -36,7 +36,7 @@ def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
         if fleet.machine.instances:
             raise RuntimeError(f"{len(fleet.machine.instances)} engines are left")
         fleet.running.clear()
-        back = [fleet.told(Joined(name, CAPACITY))[0] for name in names]
+        back = [fleet.told(Joined(name, REGISTER))[0] for name in names]
         figures |= {f"lost_{way}": sum(lost), f"lost_{way}_longest": max(lost)}
         figures |= {f"back_after_{way}": sum(back), f"back_after_{way}_longest": max(back)}
         figures |= {f"chunks_lost_{way}": running, f"chunks_back_{way}": len(fleet.running)}

@@ -14,14 +14,14 @@ import multiprocessing
 from pathlib import Path
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.common.process.memory import MOST
 from seer.common.types import SamplingParams
 from seer.services.buffer.events import Weights
-from seer.services.buffer.store import TOKEN_BYTES, SubmittedPrompt
-from seer.services.buffer.store import Store as BufferStore
-from seer.services.dgds.store import Store as DgdsStore
+from seer.services.buffer.response_store import TOKEN_BYTES, SubmittedPrompt
+from seer.services.buffer.response_store import Store as BufferStore
+from seer.services.dgds.group_store import Store as DgdsStore
 
 COUNTED = 400_000_000
 """Bytes that each case counts."""
@@ -52,11 +52,11 @@ def buffer(groups: int, length: int, part: int) -> int:
     tokens, logprobs = np.zeros(part, np.int32), np.zeros(part, np.float32)
     for group in range(groups):
         prompt = np.zeros(16, np.int32)
-        store.open(str(group), SubmittedPrompt(prompt, "", "", 0, GROUP, SamplingParams(), 0, 0, False, 1))
+        store.open(str(group), SubmittedPrompt(prompt, "", "", 0, GROUP, SamplingParams(), 0, 0, 1))
     for _ in range(length // part):
         for group in range(groups):
             for index in range(GROUP):
-                store.keep(str(group), index, tokens, logprobs, weights)
+                store.keep(str(group), index, tokens, logprobs, ("", ""), weights)
     return groups * GROUP * length * TOKEN_BYTES
 
 

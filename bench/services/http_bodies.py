@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client.picture_files import decoded, opened
 from seer.common.errors import SeerError

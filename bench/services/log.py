@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from decisions import CHUNK, Fleet
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.common.policy.schedule import POLICIES
 from seer.services.buffer.events import Weights
@@ -88,7 +88,7 @@ def written(log: LogWriter, told: list[tuple[float, events.Event, list[Any]]]) -
     """
     start = time.thread_time()
     for number, row in enumerate(told):
-        log.write(*row)
+        log.record(*row)
         if number % (RATE // 2) == 0:
             log.flush()
     log.flush()

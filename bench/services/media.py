@@ -15,7 +15,7 @@ import json
 import time
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client import Placed, Prompt, RolloutClient, SamplingParams, medium
 from seer.common.config import load
@@ -38,7 +38,7 @@ async def main() -> None:
     prompts = [picture(number, side) for number in range(args.prompts)]
     size = prompts[0].media[0].medium.size
     settings = [
-        "engine.backend=replay", "engine.replay_step_seconds=0", "engine.replay_row_seconds=0",
+        "engine.backend=replay", "engine.replay.step_seconds=0", "engine.replay.row_seconds=0",
         "engine.kv_blocks=200000", "engine.max_num_seqs=256", "log.level=warning",
         f"buffer.chunk_size={args.chunk}", "buffer.policy=migrate",
     ]  # fmt: skip

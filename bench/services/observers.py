@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from lib.machine import machine
+from lib.hardware import machine
 from lib.processes import cpu_seconds
 from thousand_engines import SAMPLING, Engines, config_of, lags, registered
 

@@ -16,7 +16,7 @@ import os
 import statistics
 from collections.abc import Awaitable, Callable
 
-from lib.machine import machine
+from lib.hardware import machine
 from lib.processes import cpu_seconds
 
 from seer.client import OpenRollout, RolloutClient, SamplingParams
@@ -36,7 +36,7 @@ async def main() -> None:
     args = parser.parse_args()
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     settings = [
-        "engine.backend=replay", "engine.replay_step_seconds=0", "engine.replay_row_seconds=0",
+        "engine.backend=replay", "engine.replay.step_seconds=0", "engine.replay.row_seconds=0",
         "engine.kv_blocks=20000", "engine.max_num_seqs=256", "log.level=warning",
     ]  # fmt: skip
     async with (

@@ -28,7 +28,7 @@ from typing import Any
 
 import matplotlib as mpl
 import uvloop
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import ROOT
 from msgspec.structs import replace
 from observers import Exporter
@@ -152,8 +152,7 @@ async def run(folder: Path, docs: Path) -> dict[str, Any]:
             name=name,
             kv_blocks=600,
             max_num_seqs=12,
-            replay_mean_tokens=300,
-            replay_row_seconds=0.001,
+            replay=replace(config.engine.replay, mean_tokens=300, row_seconds=0.001),
         )
         named = replace(config, engine=engine)
         children[name] = await Child.spawn(service, name, named, {}, folder, logged=True)

@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 
+from seer.common import wire
 from seer.common.types import Capacity
-from seer.report.html import page
 from seer.report.log_files import read_timeline
+from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out
 from seer.services.buffer.events import Joined, Left
@@ -40,6 +41,7 @@ CHUNKS_PER_RESPONSE = 6.0
 """About as many as responses of 11,000 tokens have."""
 SLOTS = 64
 CAPACITY = Capacity(kv_blocks=SLOTS * CAP // 16, block_size=16, max_num_seqs=SLOTS, max_model_len=CAP + 512)
+REGISTER = wire.Register(capacity=CAPACITY, weight_version=0)
 CHUNKS_PER_ENGINE = 3000
 TOKENS_PER_SECOND = 30.0
 
@@ -70,7 +72,7 @@ def write_log(path: Path, chunks: int) -> int:
                     heapq.heappush(ends, (end, item.instance, item.request_id, item.attempt, tokens))
 
         for number, name in enumerate(names):
-            tell(Joined(name, CAPACITY, number + 1), 0.0)
+            tell(Joined(name, REGISTER, number + 1), 0.0)
         specs = [events.GroupSpec(name, 500) for name in groups]
         tell(events.GroupsSubmitted("t", "r", GROUP, CAP, specs), 0.0)
         dead = ""
@@ -80,7 +82,7 @@ def write_log(path: Path, chunks: int) -> int:
                 continue
             left[request_id] -= tokens
             finish = "" if left[request_id] else "stop"
-            tell(events.ChunkEnded(name, request_id, attempt, tokens, finish), now)
+            tell(events.ChunkEnded(name, wire.ChunkResult(request_id, attempt, tokens, finish, "", 0)), now)
             if not dead and now > 300.0:
                 dead = names[-1]
                 tell(Left([dead], died=True), now)

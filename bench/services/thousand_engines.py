@@ -36,18 +36,26 @@ from typing import Any
 
 import msgspec
 import uvloop
-from lib.machine import machine
+from lib.hardware import machine
 from lib.processes import cpu_seconds, rss_bytes
 from msgspec.structs import asdict, replace
 
 from seer.client import Group, Rollout, RolloutClient, SamplingParams
 from seer.common import ids
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, DraftsConfig, Endpoints, EngineConfig, LogConfig
+from seer.common.config import (
+    BufferConfig,
+    Config,
+    DraftsConfig,
+    Endpoints,
+    EngineConfig,
+    LogConfig,
+    ReplayConfig,
+)
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure
 from seer.local import child
-from seer.services.buffer.store import TOKEN_BYTES
+from seer.services.buffer.response_store import TOKEN_BYTES
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.replay.responses import SyntheticResponses
@@ -83,8 +91,8 @@ def config_of(step_seconds: float, log: str) -> Config:
         ),
         drafts=DraftsConfig(source="off"),
         engine=EngineConfig(
-            backend="replay", kv_blocks=BLOCKS, max_num_seqs=SEATS, replay_step_seconds=step_seconds,
-            replay_row_seconds=0.0, replay_mean_tokens=MEAN_TOKENS,
+            backend="replay", kv_blocks=BLOCKS, max_num_seqs=SEATS,
+            replay=ReplayConfig(step_seconds=step_seconds, row_seconds=0.0, mean_tokens=MEAN_TOKENS),
         ),
         log=LogConfig(level="error"),
     )  # fmt: skip
@@ -196,7 +204,7 @@ class Watched:
         self.most_bytes = 0.0
         self.marks: dict[str, float] = {}
         self._pid, self._rss = pid, rss
-        self._of = SyntheticResponses(EngineConfig().replay_vocab_size, MEAN_TOKENS)
+        self._of = SyntheticResponses(ReplayConfig().vocab_size, MEAN_TOKENS)
 
     def mark(self, name: str) -> None:
         """Remember when something happened for the first time."""

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from lib.machine import machine
+from lib.hardware import machine
 from msgspec.structs import replace
 
 from seer.common.policy.schedule import POLICIES

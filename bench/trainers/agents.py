@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from agents_vllm import AgentEngine
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from lib.processes import cpu_seconds
 

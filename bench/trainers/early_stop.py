@@ -33,7 +33,7 @@ from chaos.virtual import quiet
 from cluster_harness import running
 
 from seer.client import DynamicSampling, Group, Prompt, SamplingParams
-from seer.common.config import BufferConfig, EngineConfig
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 
 FACTORS = (1.0, 1.25, 1.5, 2.0)
 LONG = 0.1
@@ -138,7 +138,7 @@ def main() -> None:
         if arguments.responses:
             trace = Path(folder) / "trace.jsonl"
             prompts, n = recorded(arguments.responses, trace)
-            engine = EngineConfig(backend="replay", max_num_seqs=64, replay_trace=str(trace))
+            engine = EngineConfig(backend="replay", max_num_seqs=64, replay=ReplayConfig(trace=str(trace)))
         runs = []
         for seed in range(arguments.trials):
             random.Random(seed).shuffle(prompts)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 from lib.processes import cpu_seconds
 

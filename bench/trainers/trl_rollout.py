@@ -25,7 +25,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from lib.machine import machine
+from lib.hardware import machine
 from lib.paths import EXAMPLE
 
 from seer.common.config import load

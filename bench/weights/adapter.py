@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.machine import machine
+from lib.hardware import machine
 from lib.random_model import random_llama
 from safetensors.torch import load_file
 

@@ -33,15 +33,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.machine import machine
+from lib.hardware import machine
 
 from seer.client import RolloutClient, tensor_stream
+from seer.common.blobs import Asked
 from seer.common.config import load
 from seer.common.process.service import run_process
 from seer.common.weights import digest as digests
 from seer.services.buffer import server as buffer_server
 from seer.services.engine import server as engine_server
-from seer.services.engine.weights import fetcher, holders, manifest
+from seer.services.engine.weights import manifest
 
 NODES = 8
 HEAD = "10.77.0.100"
@@ -148,7 +149,7 @@ def bare(places: dict[str, str], size: int) -> float:
 
 def serve(kind: str, name: str, *, digested: bool) -> None:
     """Run one service, as if each node had disks of its own."""
-    fetcher.on_this_machine = holders.on_this_machine = lambda state: False
+    Asked.here = staticmethod(lambda state: False)  # type: ignore[assignment]
     if not digested:
         skip_digests()
     config = load(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.machine import machine
+from lib.hardware import machine
 from lib.random_model import random_llama
 from safetensors.torch import load_file, save_file
 
@@ -42,13 +42,14 @@ from seer.client import (
     SamplingParams,
     SharedTensors,
 )
+from seer.common.blobs import Blob
 from seer.common.config import load
 from seer.common.weights.digest import hashes_of
 from seer.common.weights.mooncake import SCHEME
 from seer.common.weights.safetensors import stored
 from seer.local.system import LocalSystem
 from seer.services.buffer.weights import spool_folder
-from seer.services.engine.weights import mooncake_reader
+from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
 PART = 2**21
 LARGE = 50e6
@@ -93,16 +94,18 @@ def watch_spool(folder: Path, size: int) -> tuple[float, float]:
 
 
 async def with_mooncake(
-    client: RolloutClient, source: MooncakeSource, file: Path, size: int, version: int
+    client: RolloutClient, source: MooncakeSource, folder: Path, size: int, version: int
 ) -> dict[str, float]:
-    """Measure one reader's copy into a file, and an update; nothing without Mooncake."""
+    """Measure one reader's copy into a folder, and an update; nothing without Mooncake."""
     try:
         place, _ = await asyncio.to_thread(source.offer, "bench")
     except InvalidField as error:
         print(error, file=sys.stderr)
         return {}
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
     started = time.perf_counter()
-    await mooncake_reader.fetch(place.removeprefix(SCHEME), file)
+    memory = TrainerMemory(place.removeprefix(SCHEME))
+    await memory.fetch(Blob("bench", memory.size, folder))
     copied = time.perf_counter()
     await client.update_weights(version, source)
     return {

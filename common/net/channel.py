@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from seer.common.clock import Clock
 from seer.common.errors import Unauthorized, Unreachable, WireError
-from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity, error_of
+from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity, error_of
 from seer.common.net.transport.base import Frame, Socket, Transport
 from seer.common.process.log import get_logger
 from seer.common.wire import Message, Refused, Welcome
@@ -159,11 +159,10 @@ class Channel(Generic[Out, In]):
         self.peer = welcome
         if welcome.schema_hash != SCHEMA_HASH:
             self._warn_once("peer has another schema of the same protocol", welcome.schema_hash)
-        missed = welcome.sent not in (-1, self._arrived)
+        missed = welcome.sent != self._arrived
         self._arrived = welcome.sent
         known, self._session = self._session, (welcome.incarnation, welcome.session)
-        lost = welcome.lost and not welcome.session  # from a server that does not number sessions
-        return known != self._session or missed or lost
+        return known != self._session or missed
 
     def _warn_once(self, problem: str, detail: str) -> None:
         if problem not in self._warned:

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from seer.common.errors import ProtocolMismatch, SeerError, Unauthorized, Unreachable, WireError
-from seer.common.net.handshake import HELLO_FIRST, HELLO_SECONDS, Identity
+from seer.common.net.identity import HELLO_FIRST, HELLO_SECONDS, Identity
 from seer.common.net.keys import User
 from seer.common.net.transport.base import Frame, Router
 from seer.common.process.log import get_logger
@@ -166,7 +166,7 @@ class Hub(Generic[Out, In]):
         peer = self._peers.get(identity)
         if peer is None:
             return False
-        known = self._welcome(peer, lost=False) if peer.session else _STRANGER
+        known = self._welcome(peer) if peer.session else _STRANGER
         try:
             async with asyncio.timeout(0):
                 await self._router.send(identity, encode(known))
@@ -237,14 +237,14 @@ class Hub(Generic[Out, In]):
         if hello.schema_hash != SCHEMA_HASH:
             schema = hello.schema_hash[:_SHOWN]
             self._warn_once(peer, "peer has another schema of the same protocol", identity, schema)
-        lost = not peer.session or hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
+        lost = not peer.session or hello.sent != peer.arrived - 1  # this Hello arrived, too
         peer.arrived = hello.sent
         if lost:
             self._sessions += 1
             peer.session = self._sessions
-        await self.reply(identity, self._welcome(peer, lost=lost))
+        await self.reply(identity, self._welcome(peer))
 
-    def _welcome(self, peer: _Peer, *, lost: bool) -> Welcome:
+    def _welcome(self, peer: _Peer) -> Welcome:
         return Welcome(
             major=MAJOR,
             minor=MINOR,
@@ -252,7 +252,6 @@ class Hub(Generic[Out, In]):
             name=self._me.name,
             incarnation=self._me.incarnation,
             uptime_seconds=self.uptime_seconds,
-            lost=lost,
             sent=peer.sent,
             session=peer.session,
             weight_version=self._weight_version(),

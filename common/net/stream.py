@@ -24,8 +24,8 @@ from msgspec import structs
 from seer.common.clock import Clock
 from seer.common.errors import Unreachable, WireError
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Frame, Publisher, Router, Subscriber, Transport
 from seer.common.process.log import get_logger
 from seer.common.wire import (

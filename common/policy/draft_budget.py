@@ -1,11 +1,11 @@
 """How many drafted tokens of each request a step verifies: the paper's Algorithm 1, token by token.
 
 Invariants (tests/property/test_drafting.py asserts them):
-- a draft is only ever cut at its end: what is verified is a prefix of it;
-- the choice is optimal: no other prefixes have a greater value, as `choose_lengths` defines it;
+- a draft is only ever cut at its end: the verified tokens are a prefix of the draft;
+- the choice is optimal: no other prefixes have a greater value, as `choose_lengths` defines the value;
 - a likelier token is never dropped for a less likely one, high priority never served after low at equal
   chances, and better drafts never make the choice smaller;
-- where drafts do not pay none is verified, and every `PAUSE_STEPS` one is tried all the same;
+- where drafts do not pay no draft is verified, and every `PAUSE_STEPS` steps a draft is tried all the same;
 - the compiled loops over tokens choose and count as the same algorithm in numpy (test_draft_loops.py).
 
 The paper plans one draft length for all requests of a priority, from the mean acceptance by position.

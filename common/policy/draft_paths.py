@@ -1,8 +1,8 @@
 """Several draft paths of one request: which pay, and how they are sent as one flat draft.
 
-vLLM's scheduler only knows flat drafts. An extra path, beside the first, costs its tokens, the token before
-them once more, and the bookkeeping of a row; it gains where it is accepted and the first path is not. So it
-pays in small batches, at uncertain forks, on hardware where rows are cheap.
+vLLM's scheduler only knows flat drafts. An extra path costs its tokens, the token before its tokens once
+more, and the bookkeeping of a row. An extra path gains where that path is accepted and the first path is not.
+So extra paths pay in small batches, at uncertain forks, on hardware where rows are cheap.
 
 Invariants (tests/property/test_draft_paths.py asserts them):
 - `split(join(paths))` is `paths` without empty ones, and a flat draft cut off anywhere keeps whole

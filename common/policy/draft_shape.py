@@ -1,15 +1,15 @@
 """How far every request of a step drafts, on how many paths, where that is decided before drafts are known.
 
-A step that is scheduled ahead has its size before the tokens that it continues are drawn, so all of its
-requests draft as many: the paper's Algorithm 1, by the mean acceptance of each place of a draft. Each number
-of paths has an acceptance of its own, that of the path that wins. Where drafts are known, `draft_budget`
-chooses token by token.
+A step that is scheduled ahead has its size before the step's first tokens are drawn, so all requests of the
+step draft equally many tokens: the paper's Algorithm 1, by the mean acceptance of each place of a draft. Each
+number of paths has an acceptance of its own: the acceptance of the path that wins. Where drafts are known,
+`draft_budget` chooses token by token.
 
 Invariants (tests/property/test_draft_shape.py asserts them):
-- of the shapes on offer it is the one with the most tokens/s, as far as acceptance and costs are known;
-- better drafts, or cheaper ones, never make it shorter;
+- the chosen shape has the most tokens/s of all shapes on offer, as far as acceptance and costs are known;
+- better or cheaper drafts never make the chosen length shorter;
 - a length that paid once is found again, whatever was learnt since: while nothing is known of a place, its
-  rate is that of the place before it;
+  rate is the rate of the place before;
 - there are several paths only in steps of at most `MAX_REQUESTS`, and never more further ones than have rows;
 - where further paths bring nothing they are given up after a few hundred tokens, and cost what those did.
 """

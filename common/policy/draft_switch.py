@@ -1,8 +1,8 @@
 """Whether an engine drafts at all: by the tokens/s that its steps with and without drafts were seen to bring.
 
 Invariants (tests/property/test_draft_switch.py asserts them):
-- in the long run the tokens/s are at least 0.99 of those of the better way, 0.97 where steps vary by a
-  quarter; in a run of 400 steps, begun with a wrong prior, at least 0.98 where the worse way has 0.7;
+- in the long run the tokens/s are at least 0.99 of the better way's, 0.97 where steps vary by a quarter; in a
+  run of 400 steps, begun with a wrong prior, at least 0.98 where the worse way has 0.7;
 - what turns out to be better later on is found;
 - how many requests run, how long their responses are, and single slow steps do not count as an effect of
   drafts.

@@ -1,15 +1,15 @@
-"""How many missing tokens are worth a fetch from the KV pool: by how fast this engine fetched and computed.
+"""How many missing tokens are worth a fetch from the KV pool, by this engine's measured speeds.
 
 Invariants (tests/unit/test_fetch_choice.py asserts them):
-- once both were measured, tokens are fetched only if that costs less time than to compute them: their number
-  is where both times, the fetch with its latency, are equal. A token that is computed costs its time for each
-  request of the step, of which `MOST_STALLED` count; one that is fetched only for its own. If a token costs
-  more to fetch, it is `NEVER`;
-- until then, it is `UNMEASURED_TOKENS`, but `NEVER` while `ENOUGH` loads are on their way: a pool that may be
-  slow is tried with few;
+- once both speeds were measured, tokens are fetched only if a fetch costs less time than computing: the
+  number is where both times, the fetch with its latency, are equal. A computed token costs its time for each
+  request of the step, of which `MOST_STALLED` count; a fetched token costs its time for its own request
+  alone. If a token costs more to fetch, the number is `NEVER`;
+- until then, the number is `UNMEASURED_TOKENS`, but `NEVER` while `ENOUGH` loads are on their way: a pool
+  that may be slow is tried with few loads;
 - an engine that fetches nothing measures again: loads are forgotten `FORGET_SECONDS` after the last one;
-- of loads that overlap each counts from the end of the one before, as they share the way: a burst does not
-  make the pool look slow;
+- overlapping loads each count from the end of the load before, as loads share the way: a burst does not make
+  the pool look slow;
 - one slow step or a few tokens decide nothing. Time is an argument.
 """
 
@@ -78,7 +78,7 @@ class FetchChoice:
         self._under_way -= 1
 
     def load(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a load that brought all it was to bring, `seconds` after it was ordered."""
+        """Count a load that brought all its tokens, `seconds` after the order."""
         self._fetched.append((tokens, min(seconds, max(now - self._fetched_at, 0.0))))
         self._fetched_at = now
         self._under_way -= 1

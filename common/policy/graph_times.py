@@ -1,9 +1,10 @@
-"""Step times where vLLM replays CUDA graphs: they jump from one captured size to the next.
+"""Step times where vLLM replays CUDA graphs: the times jump from one captured size to the next.
 
 Invariants (tests/property/test_graph_times.py asserts them):
-- a step costs what the graph does that it is padded to: all numbers of tokens of one graph cost the same;
-- a step of a larger graph, and one without a graph behind the largest, is never faster than a smaller one.
-  One step alone may be: that in which every request has all the drafts that it may have;
+- a step costs what its graph costs, to which the step is padded: all numbers of tokens of one graph cost the
+  same;
+- a step of a larger graph, and a step beyond the largest graph, is never faster than a smaller step. Only the
+  step in which every request has all its drafts may be faster;
 - times are positive for every batch and number of drafts, also beyond what was measured.
 """
 
@@ -83,7 +84,7 @@ class GraphTimes(msgspec.Struct, frozen=True, kw_only=True):
     def by_rows(self, batches: Axis, batch: int, most: int) -> NDArray[np.float64]:
         """Return the seconds of steps of `batch` requests with 0 to `most` drafts in all: [most + 1].
 
-        `batches` are those that were measured. Between two of them times are linear.
+        `batches` are the measured batches. Between two measured batches times are linear.
         """
         sizes = np.arange(batch, batch + most + 1)
         at = np.searchsorted(self.graphs.mixed, sizes)

@@ -3,10 +3,11 @@
 None: no instance has room, the request waits.
 
 Invariants (tests/property/test_placement.py asserts them):
-- `stay_or_least_loaded` leaves no request waiting that fits anywhere, and moves one only if its instance
-  has no room or runs more than `BALANCE_SPREAD` chunks beyond the least loaded of those that have;
-- so does `stay_or_spare_room`, but who comes from elsewhere fits only where room is left for those that run
-  there, or where nothing runs;
+- `stay_or_least_loaded` leaves no request waiting that fits anywhere, and moves a request only if its
+  instance has no room, or runs more than `BALANCE_SPREAD` chunks beyond the least loaded instance that has
+  room;
+- so does `stay_or_spare_room`, but a request from elsewhere fits only where room is left for the requests
+  that run there, or where nothing runs;
 - a placement is a function of what the fleet holds, not of the order in which instances joined.
 """
 

@@ -1,14 +1,14 @@
-"""Whether a profile of step times is still right: it is compared with the fastest steps that are seen.
+"""Whether a profile of step times is still right, compared with the fastest steps that are seen.
 
 Invariants (tests/unit/test_profile_check.py asserts them):
 - a profile is off if, in `WINDOWS` windows in a row, the fastest steps without drafts take more than `FACTOR`
-  times as long as it says; or if in as many they take less than one `FACTOR`th;
+  times as long as the profile says; or if in as many windows the steps take less than one `FACTOR`th;
 - a busy while is not enough, nor single steps, nor steps that also prefill or verify: the profile has none.
 
-A profile holds the shortest of several steps, so it is compared with the shortest of many. One that was
-measured while others used the machine says too much; one of a machine that has become slower, too little.
-Its times are then also wrong relative to each other, as each was measured at another moment; that decides
-how much is drafted.
+A profile holds the shortest of several steps, so the profile is compared with the shortest of many. A profile
+that was measured while others used the machine says too much; a profile of a machine that has become slower
+says too little. Its times are then also wrong relative to each other, as each was measured at another moment,
+and these ratios decide how much is drafted.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(slots=True)
-class RequestView:
+class RequestView(msgspec.Struct, array_like=True):
     """`group_number` counts groups in order of arrival; `index` is the response's in its (named) group.
 
     In a turn of a trajectory, `prompt_len` is the context that it began with, `earlier` tokens were generated
     in earlier turns, and all turns together generate at most `cap`; 0: it is no turn. `queued` numbers the
-    times at which requests started to wait, so it orders them by arrival in the queue. `last_instance` ran
-    the last chunk; empty before the first. `came_with`: what it had `produced` when it last came there, from
-    elsewhere or after it waited. `image`: tokens of the largest image in its prompt; 0: it has none.
+    times at which requests started to wait, so `queued` orders requests by arrival in the queue.
+    `last_instance` ran the last chunk; empty before the first. `came_with`: what the request had `produced`
+    when it last came to that instance, from elsewhere or after waiting. `image`: tokens of the largest image
+    in its prompt; 0: no image.
     """
 
     request_id: str

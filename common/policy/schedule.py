@@ -113,7 +113,7 @@ def default_chunk(cap: int) -> int:
 def length_quantile(estimate: Estimate, generated: int, cap: int, chance: float = TAIL_PROBABILITY) -> float:
     """Return the length that a response exceeds with this probability, given that it exceeds `generated`.
 
-    Without a spread it is the estimate until the response is longer; then it is the cap.
+    Without a spread that length is the estimate until the response is longer; then the length is the cap.
     """
     if not estimate.spread:
         return min(estimate.tokens, cap) if generated < estimate.tokens else cap

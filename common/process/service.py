@@ -71,8 +71,8 @@ Make = Callable[[Config, Transport, Clock], Service]
 def run_process(name: str, make: Make, config: Config, ready_fd: int | None = None) -> int:
     """Run the service until it is drained and return the process's exit code.
 
-    When it is ready, one JSON line `{"service", "pid", "endpoints"}` is written to `ready_fd`, when it
-    cannot start, `{"service", "pid", "error", "code"}`; then it is closed.
+    When the service is ready, one JSON line `{"service", "pid", "endpoints"}` is written to `ready_fd`, when
+    it cannot start, `{"service", "pid", "error", "code"}`; then `ready_fd` is closed.
     """
     configure(config.log, name)
     _allow_connections()

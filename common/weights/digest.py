@@ -1,4 +1,4 @@
-"""Digests of weights, the format of streams of weights, and a check that a model folder is complete.
+"""Digests of weights, and a check that a model folder is complete.
 
 Invariants:
 - a digest depends only on the tensors' names, types, shapes and bytes;
@@ -11,23 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from seer.common.weights.finite import is_finite
 from seer.common.weights.safetensors import Stored, open_regular, stamps, stored
-from seer.common.wire import Bytes, SpoolData
-
-SPOOL_FILE = "model.safetensors"
-"""File of a stream of weights in the buffer's spool; who can read that folder may read it there."""
-
-SPOOL_NOTES = "stream.json"
-"""File beside it: its size, and a token by which a reader knows that it sees the same folder."""
 
 _READ_BYTES = 2**22
 
@@ -75,42 +64,6 @@ def digest_of_folder(folder: Path) -> str:
 @functools.lru_cache(maxsize=4)
 def _digest_of_files(folder: Path, _stamps: tuple[object, ...]) -> str:
     return digest_of(hashes_of(stored(folder)))
-
-
-def checksum(data: Bytes) -> int:
-    """Return the CRC-32 of a part of a stream."""
-    return zlib.crc32(data.data)
-
-
-def write_part(file: Path, part: SpoolData) -> bool:
-    """Write a part of a stream into an existing file, at its offset; False if its checksum is wrong.
-
-    Opens the file for each part, so that a caller may abandon the thread that this runs on. Raises `OSError`.
-    """
-    if checksum(part.data) != part.checksum:
-        return False
-    opened = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        left, offset = part.data.data, part.offset
-        while left:
-            written = os.pwrite(opened, left, offset)
-            left, offset = left[written:], offset + written
-    finally:
-        os.close(opened)
-    return True
-
-
-def read_part(file: Path, offset: int, length: int) -> tuple[Bytes, int]:
-    """Return `length` bytes of a stream's file from `offset` on, and their checksum. Raises `OSError`."""
-    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        data = os.pread(opened, length, offset)
-    finally:
-        os.close(opened)
-    if len(data) < length:
-        raise OSError(f"{file.name} is shorter than its stream")
-    part = np.frombuffer(data, dtype=np.uint8)
-    return part, checksum(part)
 
 
 def problem_of(folder: Path) -> str:

@@ -96,7 +96,6 @@ from seer.common.wire.trainers import InstanceStatus as InstanceStatus
 from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
 from seer.common.wire.trainers import Submit as Submit
-from seer.common.wire.trainers import SubmitMedia as SubmitMedia
 from seer.common.wire.trainers import TokensGenerated as TokensGenerated
 from seer.common.wire.trainers import TrainerToBuffer as TrainerToBuffer
 from seer.common.wire.weights import MAX_HOLDERS as MAX_HOLDERS

@@ -58,7 +58,7 @@ class Hello(Message, tag=True):
 
     `config_hash` covers only what must agree everywhere (see `config.SharedConfig`); empty from
     a trainer, which need not know it. `schema_hash` digests the sender's message schema. `sent`
-    counts the sender's messages so far, Hellos apart, so that a lost one is noticed (-1: not counted).
+    counts the sender's messages so far, Hellos apart, so that a lost one is noticed.
     """
 
     major: int
@@ -68,16 +68,15 @@ class Hello(Message, tag=True):
     role: ShortStr
     name: ShortStr
     incarnation: int
-    sent: int = -1
+    sent: int = 0
 
 
 class Welcome(Message, tag=True):
     """The answer to `Hello`: the peer is admitted.
 
-    `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
-    this peer, Welcomes apart, as in `Hello`. `session` numbers this admission of the peer, from 1: a
-    new number means that something was lost, once, however often it is repeated (0: not numbered).
-    `weight_version`: that of a buffer's live weights; -1: not known.
+    `sent` counts the sender's messages to this peer, Welcomes apart, as in `Hello`. `session` numbers this
+    admission of the peer, from 1: a new number means that something was lost, once, however often it is
+    repeated. `weight_version`: that of a buffer's live weights; -1: not known.
     """
 
     major: int
@@ -85,10 +84,9 @@ class Welcome(Message, tag=True):
     schema_hash: str
     name: ShortStr
     incarnation: int
+    sent: int
+    session: int
     uptime_seconds: float = 0.0
-    lost: bool = False
-    sent: int = -1
-    session: int = 0
     weight_version: int = -1
 
 

@@ -46,12 +46,10 @@ class Register(Message, tag=True):
     """An engine is loaded and ready for work, with these weights.
 
     `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
-    `turns`: it runs chunks of responses with several turns, see `RunChunk.turn_start`. `node` names its
-    machine. It sends streams of weights on to other engines at `weights_endpoint`; empty: it sends none.
-
-    `asleep`: anything sleeps, `sleeping` says what; empty: all. `sleep_levels`: it knows `Sleep.level` and
-    `Sleep.tags`. An engine that dropped its weights has version -1; `dropped_version` is theirs, and digest
-    and source are, too. -1: it dropped none. `wish`: that of the last `Sleep` that named one; 0: none did.
+    `node` names its machine. It sends streams of weights on to other engines at `weights_endpoint`; empty: it
+    sends none. `sleeping`: what of it sleeps. An engine that dropped its weights has version -1;
+    `dropped_version` is theirs, and digest and source are, too. -1: it dropped none. `wish`: that of the last
+    `Sleep` that named one; 0: none did.
     """
 
     capacity: Capacity
@@ -59,12 +57,9 @@ class Register(Message, tag=True):
     versions: dict[str, str] = {}
     weights_digest: ShortStr = ""
     weights_source: Folder = ""
-    asleep: bool = False
-    turns: bool = False
     node: ShortStr = ""
     weights_endpoint: ShortStr = ""
     sleeping: list[SleepTag] = []
-    sleep_levels: bool = False
     dropped_version: Annotated[int, msgspec.Meta(ge=-1)] = -1
     wish: Wish = 0
 

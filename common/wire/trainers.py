@@ -82,6 +82,9 @@ class Submit(Message, tag=True):
     `first_index` of its named group; n is 1, and the rollout is open. Its tokens are what they would be
     without: a function of the context. After its `GroupDone` the trajectory is away: updates and sleep wait
     for its next turn, or for a `Cancel` that names this one.
+
+    `media`: one list for each prompt, in order of their offsets, or none. Prompts wait until the buffer has
+    all their media, and are refused when nothing of these has come for `MEDIUM_STALL_SECONDS`.
     """
 
     rollout_id: ShortStr
@@ -99,16 +102,7 @@ class Submit(Message, tag=True):
     open: bool = False
     stream: bool = False
     turns: list[TurnSpec] = []
-
-
-class SubmitMedia(Submit, tag=True, kw_only=True):
-    """A `Submit` of prompts with media: a message of its own, as older buffers would leave them out.
-
-    `media`: one list for each prompt, in order of their offsets. Prompts wait until the buffer has all their
-    media, and are refused when nothing of these has come for `MEDIUM_STALL_SECONDS`.
-    """
-
-    media: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)]]
+    media: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)]] = []
 
 
 class Accepted(Message, tag=True):
@@ -221,7 +215,7 @@ class Status(Message, tag=True):
     sleep. `requests_held` wait to be opened: for weights, an engine, or the end of sleep. `services` are
     the other services' endpoints as the buffer's configuration has them; `pool` in it is the KV pool
     master's metrics address. `engines` counts those that are there: `instances`, and those that load weights,
-    sleep or are quarantined (0: an older buffer does not count them).
+    sleep or are quarantined.
 
     `open_rollouts` are the `MAX_ROLLOUTS` submitted last, `longest_open` the `MAX_LONGEST` requests with most
     tokens; `eta_seconds` is about all open requests. `lost_chunks` counts by engine, `finished` by reason.
@@ -267,7 +261,6 @@ class Status(Message, tag=True):
 TrainerToBuffer = (
     Hello
     | Submit
-    | SubmitMedia
     | Cancel
     | Acknowledge
     | StatusRequest

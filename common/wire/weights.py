@@ -192,7 +192,7 @@ class Slept(Message, tag=True):
 
     To a trainer `asleep` repeats its request. From an engine it says whether anything sleeps, and `tags`
     what; empty: all. `dropped`: the values of its weights are lost until it loads some. To a trainer, too,
-    `tags` are what sleeps, and `wish` is the number of its request; empty and 0 from earlier releases.
+    `tags` are what sleeps, and `wish` is the number of its request.
     """
 
     asleep: bool

@@ -53,7 +53,7 @@ from seer.common.errors import SeerError
 from seer.common.policy.tail import tail_seconds
 from seer.local.system import LocalSystem, run
 from seer.rollout.files import check_weights
-from seer.rollout.journal import model_digest
+from seer.rollout.rollout_journal import model_digest
 
 SLACK_TOKENS = 64
 """Room beyond a response's longest length, for its prompt."""

@@ -9,25 +9,25 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from seer.common import ids, wire
+from msgspec import structs
+
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
-from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
+from seer.services.buffer.events import Drained, Joined, Left, Tick, ToEngine, ToLife, ToTrainer, Weights
 from seer.services.buffer.liveness import Liveness
-from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
-from seer.services.buffer.requests.state import RequestState
-from seer.services.buffer.store import TOKEN_BYTES, Store, SubmittedPrompt
-from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.response_store import TOKEN_BYTES, Store, SubmittedPrompt
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer waits for trainers to acknowledge the last results."""
@@ -53,14 +53,36 @@ class Submitted:
     prompts: Mapping[str, SubmittedPrompt]
 
 
-class Conductor:
-    """`to_engine` and `to_trainer` send to a name, `to_address` to an address, `publish` to the context
-    service.
+class Recipients(Protocol):
+    """Takes messages for others; queues them, and never waits. See `outgoing.Outgoing`."""
 
-    All of them queue the message and never wait. `on_loss(name)` is called for each engine that is given up,
-    `record` with every event and the instructions that the machines returned.
+    def engine(self, name: str, message: wire.BufferToEngine) -> None:
+        """Send to an engine."""
+
+    def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
+        """Send to a trainer."""
+
+    def life(self, life: bytes, message: wire.BufferToTrainer) -> None:
+        """Send to this life of a trainer only."""
+
+    def publish(self, message: wire.BufferPublished) -> None:
+        """Send to the context service."""
+
+    def forget_engine(self, name: str) -> None:
+        """Take nothing more from an engine that is given up before it registers again."""
+
+
+class Observer(Protocol):
+    """Is told of every event, and of the instructions that the machines returned."""
+
+    def record(self, now: float, event: Event, out: Sequence[Instruction]) -> None:
+        """Note what happened at `now`."""
+
+
+class Conductor:
+    """Messages go to `out`; `observers` are told of all that happens.
+
     `drained` is set once `drain` was called and all accepted groups are finished and acknowledged.
-    `registered`: by name, the last `Register` of each engine.
     """
 
     def __init__(
@@ -72,25 +94,18 @@ class Conductor:
         media: MediaMachine,
         silence_seconds: float,
         lease_seconds: float,
-        *,
-        to_engine: Callable[[str, wire.BufferToEngine], None],
-        to_trainer: Callable[[str, wire.BufferToTrainer], None],
-        to_address: Callable[[bytes, wire.BufferToTrainer], None],
-        publish: Callable[[wire.BufferPublished], None],
-        on_loss: Callable[[str], None],
-        record: Callable[[float, Event, Sequence[Instruction]], None],
+        out: Recipients,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._clock = clock
         self.machine, self._requests, self._weights = machine, machine.requests, machine.weights
         self._store, self._kept, self._media = store, kept, media
-        self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
-        self._to_address, self._on_loss, self._record = to_address, on_loss, record
+        self._out, self._observers = out, observers
         self._deliveries = Deliveries()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
         self._sessions: dict[bytes, int] = {}
         self._log = get_logger()
-        self.registered: dict[str, wire.Register] = {}
         self.drained = asyncio.Event()
         self.draining = False
         self._collect_until: float | None = None
@@ -115,27 +130,10 @@ class Conductor:
 
     def join(self, name: str, register: wire.Register, life: int) -> None:
         """Register an engine, or register it again: then it no longer runs what was dispatched to it."""
-        self.registered[name] = register
         self._engines.received(name)
-        dropped = register.weight_version < 0 <= register.dropped_version
-        version = register.dropped_version if dropped else register.weight_version
-        weights = Weights(version, register.weights_digest, register.weights_source)
-        # An engine on this machine reads the spool's files itself, and would send copies over this network.
-        endpoint = "" if register.node == node_id() else register.weights_endpoint
-        joined = Joined(
-            name,
-            register.capacity,
-            life,
-            weights,
-            register.asleep,
-            node=register.node,
-            weights_endpoint=endpoint,
-            sleeping=tuple(register.sleeping),
-            sleep_levels=register.sleep_levels,
-            dropped=dropped,
-            wish=register.wish,
-        )
-        self.apply(joined)
+        if register.node == node_id():  # it reads the spool's files itself, and would send over this network
+            register = structs.replace(register, weights_endpoint="")
+        self.apply(Joined(name, register, life))
 
     def received_from_engine(self, name: str) -> None:
         """Note that an engine sent a message, so it is not silent."""
@@ -158,7 +156,7 @@ class Conductor:
 
     def _log_loss(self, name: str, why: str) -> None:
         self._log.warning("engine lost", engine=name, why=why)
-        self._on_loss(name)
+        self._out.forget_engine(name)
 
     def engine_left(self, name: str, *, died: bool = False) -> None:
         """Remove an engine that sent `Goodbye`; `died`: because it failed."""
@@ -194,17 +192,14 @@ class Conductor:
         try:
             out = self.machine.apply(event, now)
         finally:
-            self._record(now, event, out)  # also if a machine raises, so that a replay does, too
+            for observer in self._observers:
+                observer.record(now, event, out)  # also if a machine raises, so that a replay does, too
         for item in out:
-            match item:
-                case instructions.Keep() if isinstance(arrays, Ended):
-                    self._keep(item, arrays, live)
-                case instructions.Take() if isinstance(arrays, Submitted):
-                    prompt = arrays.prompts[item.prompt_id]
-                    self._store.open(item.group_id, prompt)
-                    names = [each.name for each in prompt.media]
-                    self._media.refer(item.group_id, arrays.trainer, names, now)
-                    self._kept.open(arrays.submit.rollout_id, item.prompt_id)
+            match arrays:
+                case Ended() if isinstance(item, instructions.Keep | instructions.Stream):
+                    self._chunk_ended(item, arrays, live)
+                case Submitted() if isinstance(item, instructions.Take):
+                    self._take(item, arrays, now)
                 case _:
                     self._perform(item)
         self._check_drained()
@@ -212,107 +207,89 @@ class Conductor:
     def _live(self) -> Weights:
         return self._weights.live or Weights(0, "")
 
-    def _keep(self, item: instructions.Keep, ended: Ended, live: Weights) -> None:
+    def _chunk_ended(
+        self, item: instructions.Keep | instructions.Stream, ended: Ended, live: Weights
+    ) -> None:
+        """Keep the tokens of a chunk, or send them to a trainer that wants them before their group."""
         group_id, index = _locate(item.request_id)
-        self._store.keep(group_id, index, ended.tokens, ended.logprobs, live)
-        self._kept.keep(group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason))
-        if self._store.streams(group_id):
-            self._send_tokens(group_id, index, ended, live.version)
-
-    def so_far(self, group_id: str) -> SoFar | None:
-        """Return what a group has, to be kept; None: it is about to be forgotten."""
-        group = self._requests.groups.get(group_id)
-        if group is None or group_id not in self._store:
-            return None
-        known: Mapping[int, RequestState | None] = dict(enumerate(group.results)) or {
-            index: self._requests.requests.get(ids.request_id(group_id, index)) for index in range(group.size)
-        }
-        finishes = {index: (each.finish, each.stop_reason) for index, each in known.items() if each}
-        return self._store.so_far(group_id, finishes)
-
-    def _send_tokens(self, group_id: str, index: int, ended: Ended, version: int) -> None:
-        """Send the tokens of a chunk to a trainer that wants them before its group has finished."""
-        request = self._requests.requests.get(ids.request_id(group_id, index))
-        if request is None:  # its group has finished, and is sent as a whole
+        tokens, logprobs = ended.tokens, ended.logprobs
+        if isinstance(item, instructions.Keep):
+            finish = item.finish, item.stop_reason
+            self._store.keep(group_id, index, tokens, logprobs, finish, live)
+            self._kept.keep(group_id, index, tokens, logprobs, finish)
             return
-        group = request.group
-        self._to_address(
-            group.rollout.life,
-            wire.TokensGenerated(
-                rollout_id=group.rollout.rollout_id,
-                prompt_id=group.prompt_id,
-                index=index,
-                start=request.view.generated - len(ended.tokens),
-                tokens=ended.tokens,
-                logprobs=ended.logprobs,
-                submission=group.submission,
-                weight_version=version,
-            ),
+        rollout_id, _, prompt_id = group_id.partition("/")
+        generated = wire.TokensGenerated(
+            rollout_id=rollout_id,
+            prompt_id=prompt_id,
+            index=index,
+            start=self._store.length(group_id, index) - len(tokens),
+            tokens=tokens,
+            logprobs=logprobs,
+            submission=item.submission,
+            weight_version=live.version,
         )
+        self._out.life(item.life, generated)
+
+    def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
+        prompt = of.prompts[item.prompt_id]
+        self._store.open(item.group_id, prompt)
+        self._media.refer(item.group_id, of.trainer, [each.name for each in prompt.media], now)
+        self._kept.open(of.submit.rollout_id, item.prompt_id)
 
     def _perform(self, item: Instruction) -> None:
         match item:
-            case instructions.Restore():
-                self._store.restore(item.group_id, self._kept.restore(item.group_id), self._live())
+            case ToEngine(name, order):
+                self._out.engine(name, order)
+            case ToTrainer(name, answer):
+                if isinstance(answer, wire.WeightsLive | wire.WeightsFailed):
+                    self._log.info("weight update ended", outcome=item)
+                self._out.trainer(name, answer)
+            case ToLife(life, answer):
+                if isinstance(answer, wire.Refused):
+                    self._log_refusal(answer)
+                self._out.life(life, answer)
+            case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
+                self._out.publish(item)
+            case sleep.GiveUp(name):
+                self._engines.forget(name)
+                self._log_loss(name, "it did not sleep or wake in time")
+            case _:
+                self._perform_with_store(item)
+
+    def _perform_with_store(self, item: Instruction) -> None:
+        """Carry out what is about stored tokens."""
+        match item:
             case instructions.Dispatch():
                 wait = self._requests.policy.admission
-                turns = self.registered[item.instance].turns
-                chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait, turns=turns)
-                self._to_engine(item.instance, chunk)
-            case instructions.Drop():
-                drop = wire.DropChunk(request_id=item.request_id, attempt=item.attempt)
-                self._to_engine(item.instance, drop)
-            case instructions.Deliver():
-                group = self._requests.groups.get(item.group_id)
-                if group is not None:  # else one of the next instructions is to forget it
-                    size = group.tokens * TOKEN_BYTES
-                    self._deliver(self._deliveries.add(item.life, item.group_id, size))
-            case instructions.Forget():
-                self._store.forget(item.group_id)
-                self._kept.forget(item.group_id)
-                self._media.release(item.group_id)
-                self._deliver(self._deliveries.forget(item.group_id))
-            case instructions.Accept():
-                self._to_address(item.life, views.answer(item))
-            case instructions.Refuse():
-                prompts = len(item.prompt_ids)
-                self._log.info(
-                    "prompts refused",
-                    rollout=item.rollout_id,
-                    prompts=prompts,
-                    code=item.code,
-                    why=item.message,
-                )
-                self._to_address(item.life, views.answer(item))
-            case GroupOpened() | RequestProgress() | GroupClosed():
-                self._publish(views.published(item))
-            case _:
-                self._perform_for_engines(item)
+                chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
+                self._out.engine(item.instance, chunk)
+            case instructions.Restore(group_id):
+                self._store.restore(group_id, self._kept.restore(group_id), self._live())
+            case instructions.Deliver(life, group_id):
+                size = self._store.tokens(group_id) * TOKEN_BYTES
+                self._deliver(self._deliveries.add(life, group_id, size))
+            case instructions.Forget(group_id):
+                self._store.forget(group_id)
+                self._kept.forget(group_id)
+                self._media.release(group_id)
+                self._deliver(self._deliveries.forget(group_id))
 
-    def _perform_for_engines(self, item: Instruction) -> None:
-        """Carry out the instructions about weights and sleep."""
-        match item:
-            case weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load():
-                self._to_engine(item.instance, views.order(item))
-            case weight_instructions.Receivers():
-                self._to_trainer(item.trainer, views.outcome(item))
-            case weight_instructions.Report() | weight_instructions.Fail():
-                self._log.info("weight update ended", outcome=item)
-                self._to_trainer(item.trainer, views.outcome(item))
-            case sleep.Order():
-                self._to_engine(item.instance, views.sleep_order(item))
-            case sleep.GiveUp():
-                self._engines.forget(item.instance)
-                self._log_loss(item.instance, "it did not sleep or wake in time")
-            case sleep.Tell():
-                self._to_trainer(item.trainer, views.slept(item))
+    def _log_refusal(self, refused: wire.Refused) -> None:
+        self._log.info(
+            "prompts refused",
+            rollout=refused.rollout_id,
+            prompts=len(refused.prompt_ids),
+            code=refused.code,
+            why=refused.message,
+        )
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for life, group_id in ready:
             group = self._requests.groups.get(group_id)
             if group is not None:  # else one of the next instructions is to forget it
-                self._to_address(life, views.progress(self._requests, group.rollout))
-                self._to_address(life, self._store.result(group))
+                self._out.life(life, views.progress(self._requests, group.rollout))
+                self._out.life(life, self._store.result(group))
 
 
 def _locate(request_id: str) -> tuple[str, int]:

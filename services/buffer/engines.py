@@ -14,21 +14,21 @@ from collections import Counter
 from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.errors import InvalidField, NotLoaded
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import MAX_PEERS, Hub
+from seer.common.net.identity import Identity
 from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import Router
-from seer.common.policy.bound import best_of_lives
+from seer.common.policy.rollout_bound import best_of_lives
 from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
-from seer.services.buffer import sleep
 from seer.services.buffer.conductor import Conductor, Ended
+from seer.services.buffer.events import FromEngine
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.media.server import MediaServer
-from seer.services.buffer.peers import Peers, check_register, handle_hello, life_of
+from seer.services.buffer.outgoing import Outgoing
+from seer.services.buffer.peers import check_register, handle_hello, life_of
 from seer.services.buffer.requests import events
-from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.spool import Spool
 
 
@@ -44,13 +44,13 @@ class EngineConnections:
         kept: KeptChunks,
         spool: Spool,
         media: MediaServer,
+        out: Outgoing,
     ) -> None:
         self._me, self._clock = me, clock
         self._requests, self._weights = machine.requests, machine.weights
         self._conductor, self._kept, self._spool, self._media = conductor, kept, spool, media
         self._log = get_logger()
-        self._peers = Peers()
-        self._registered_at: dict[str, bytes] = {}  # by name: the address that registered last
+        self._out, self._peers = out, out.engines
         self.stats: dict[str, InstanceStats] = {}
         self.lives: Counter[str] = Counter()
 
@@ -60,18 +60,7 @@ class EngineConnections:
             router, self._me, wire.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
         )
         self.outbox = Outbox(self.hub, self._unreachable)
-
-    def send(self, name: str, message: wire.BufferToEngine) -> None:
-        """Queue a message to an engine; it is dropped if the engine is not connected."""
-        address = self._peers.address_of(name)
-        if address is not None:
-            self.outbox.put(address, message)
-
-    def require_registration(self, name: str) -> None:
-        """Have an engine that was removed shake hands and register again before its messages count."""
-        address = self._registered_at.get(name)  # a later life may hold its name by now
-        if address is not None:
-            self.hub.dismiss(address)
+        self._out.bind_engines(self.hub, self.outbox)
 
     async def serve(self) -> None:
         """Receive messages until cancelled."""
@@ -109,19 +98,8 @@ class EngineConnections:
             case wire.EngineStatus():
                 self.stats[name] = best_of_lives(message.stats, self.stats.get(name))
                 self._conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
-            case wire.WeightsPrepared():
-                self._conductor.apply(
-                    weight_events.Prepared(
-                        name, message.version, message.digest, message.problem, message.call_id
-                    )
-                )
-            case wire.WeightsLoaded():
-                self._conductor.apply(
-                    weight_events.Loaded(name, message.version, message.problem, message.call_id)
-                )
-            case wire.Slept():
-                tags, dropped = tuple(message.tags), message.dropped
-                self._conductor.apply(sleep.SleepAnswered(name, message.asleep, tags, dropped))
+            case wire.WeightsPrepared() | wire.WeightsLoaded() | wire.Slept():
+                self._conductor.apply(FromEngine(name, message))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self.hub.reply, address, message)
             case wire.ReadMedium():
@@ -136,15 +114,15 @@ class EngineConnections:
         except InvalidField as error:
             self.hub.refuse(address, error)
             return
-        if self._registered_at.get(name) != address:  # each life has an address of its own
-            self._registered_at[name] = address
+        if self._out.registered_at.get(name) != address:  # each life has an address of its own
+            self._out.registered_at[name] = address
             self.lives[name] += 1
         if name not in self._weights:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
         self._conductor.join(name, register, life_of(address))
         gone = [other for other in self.lives if other not in self._weights]
         for other in gone[: max(0, len(self.lives) - MAX_PEERS)]:
-            for table in (self.lives, self._conductor.registered, self._registered_at, self.stats):
+            for table in (self.lives, self._out.registered_at, self.stats):
                 table.pop(other, None)
 
     def _chunk_failed(self, name: str, failed: wire.ChunkFailed) -> None:
@@ -159,8 +137,7 @@ class EngineConnections:
             if failed.code == NotLoaded.code:
                 self._conductor.give_up([name], failed.message)
                 return
-        rejected = events.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
-        self._conductor.apply(rejected)
+        self._conductor.apply(FromEngine(name, failed))
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         counts = [result.count for result in done.results]
@@ -169,8 +146,14 @@ class EngineConnections:
             error = InvalidField("results", counts, fix)
             self.hub.refuse(address, error)
             for result in done.results:  # these requests may be the cause, so it counts against them
-                rejected = events.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
-                self._conductor.apply(rejected)
+                failed = wire.ChunkFailed(
+                    request_id=result.request_id,
+                    attempt=result.attempt,
+                    code=error.code,
+                    message=str(error),
+                    fatal=False,
+                )
+                self._conductor.apply(FromEngine(engine, failed))
             self._conductor.give_up([engine], "it sent malformed results")
             return
         if done.weight_version != self._requests.weight_version and engine in self._requests.instances:
@@ -179,17 +162,7 @@ class EngineConnections:
         start = 0
         for result in done.results:
             end = start + result.count
-            event = events.ChunkEnded(
-                engine,
-                result.request_id,
-                result.attempt,
-                result.count,
-                result.finish,
-                result.stop_reason,
-                result.preemptions,
-                result.drafted,
-                result.accepted,
-            )
+            event = events.ChunkEnded(engine, result)
             self._conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
         self._kept.flush()

@@ -1,6 +1,8 @@
-"""Events of all of the buffer's machines: engines join and leave, time passes, the buffer is drained.
+"""What passes between the buffer's machines and everybody else. Machines get events and return instructions.
 
-Every event and instruction is a Struct that is encoded as a tagged array, so the log can write it as it is.
+Messages without arrays are defined once, in `common/wire`: a machine gets them as `FromEngine` and
+`FromTrainer`, and returns them as `ToEngine`, `ToTrainer` and `ToLife`; those to the context service are
+instructions themselves. All that is defined here is a tagged array, so the log can write it as it is.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from seer.common.sleep import SleepTag
-from seer.common.types import Capacity
+from seer.common import wire
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of events and instructions; logs have their class names. New fields go last, with defaults."""
+
+
+# --- events --------------------------------------------------------------------------------
 
 
 class Weights(Row, frozen=True):
@@ -32,22 +36,38 @@ class Weights(Row, frozen=True):
 class Joined(Row, frozen=True):
     """An engine registered, for the first time or again. `life` is a number that no other life of it has.
 
-    `node`: its machine. Other engines may copy streams of weights from it at `weights_endpoint`; empty: none.
-    `sleeping`: what of it sleeps; empty: all, if it is `asleep`. `sleep_levels`: it knows levels and tags.
-    `dropped`: it dropped `weights` to sleep, and has no others. `wish`: see `Order.wish` of `sleep`.
+    `weights_endpoint` in `register` is empty if others are not to copy streams of weights from it.
     """
 
     instance: str
-    capacity: Capacity = Capacity(kv_blocks=0, block_size=1, max_num_seqs=0, max_model_len=0)
+    register: wire.Register
     life: int = 0
-    weights: Weights = Weights(0, "")
-    asleep: bool = False
-    node: str = ""
-    weights_endpoint: str = ""
-    sleeping: tuple[SleepTag, ...] = ()
-    sleep_levels: bool = False
-    dropped: bool = False
-    wish: int = 0
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it dropped its `weights` to sleep, and has no others."""
+        return self.register.weight_version < 0 <= self.register.dropped_version
+
+    @property
+    def weights(self) -> Weights:
+        """The weights that it has, or dropped."""
+        of = self.register
+        version = of.dropped_version if self.dropped else of.weight_version
+        return Weights(version, of.weights_digest, of.weights_source)
+
+
+class FromEngine(Row, frozen=True):
+    """A registered engine answered an order, or failed to run a chunk."""
+
+    instance: str
+    message: wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept | wire.ChunkFailed
+
+
+class FromTrainer(Row, frozen=True):
+    """A trainer asks for something; what it submits are `GroupsSubmitted`, as prompts are arrays."""
+
+    trainer: str
+    message: wire.UpdateWeights | wire.Sleep | wire.Cancel | wire.Acknowledge
 
 
 class Left(Row, frozen=True):
@@ -62,4 +82,32 @@ class Drained(Row, frozen=True):
 
 
 class Tick(Row, frozen=True):
-    """Time passed, or another machine's state changed; deadlines are checked."""
+    """Time passed: deadlines are checked."""
+
+
+class Changed(Row, frozen=True):
+    """Another machine's state changed, which what this one does next depends on. It is in no log."""
+
+
+# --- instructions --------------------------------------------------------------------------
+
+
+class ToEngine(Row, frozen=True):
+    """Give an engine an order. A `Dispatch` is one, too: a chunk to run, whose tokens the machines lack."""
+
+    instance: str
+    message: wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep | wire.DropChunk
+
+
+class ToTrainer(Row, frozen=True):
+    """Tell a trainer how its update, or its wish that engines sleep or wake, goes."""
+
+    trainer: str
+    message: wire.WeightsLoading | wire.WeightsLive | wire.WeightsFailed | wire.Slept
+
+
+class ToLife(Row, frozen=True):
+    """Tell the life of a trainer that submitted prompts that they are accepted, or will not be completed."""
+
+    life: bytes
+    message: wire.Accepted | wire.Refused

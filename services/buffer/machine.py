@@ -11,38 +11,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from seer.common import wire
 from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
-from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
+from seer.services.buffer.events import (
+    Changed,
+    Drained,
+    FromEngine,
+    FromTrainer,
+    Joined,
+    Left,
+    Tick,
+    ToTrainer,
+    Weights,
+)
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.sleep import SleepMachine
-from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights import machine as weights_machine
 from seer.services.buffer.weights.machine import WeightsMachine
 
-Event = events.Event | weight_events.Event | sleep.Event
+Event = events.Event
 
-Instruction = (
-    instructions.Instruction
-    | weight_instructions.Prepare
-    | weight_instructions.Discard
-    | weight_instructions.Load
-    | weight_instructions.Receivers
-    | weight_instructions.Report
-    | weight_instructions.Fail
-    | sleep.Instruction
-)
+Logged = instructions.Logged | ToTrainer | sleep.GiveUp
+Instruction = Logged | instructions.Implied
 """Instructions that are not carried out by one of the three machines."""
 
 _AnyInstruction = instructions.Instruction | weight_instructions.Instruction | sleep.Instruction
 _Step = Callable[[float], Sequence[_AnyInstruction]]
 """Applies one event to one machine, at the given time."""
-
-_OF_WEIGHTS = (
-    weight_events.UpdateAsked, weight_events.Prepared, weight_events.Loaded, weight_events.Dropped,
-)  # fmt: skip
-_OF_SLEEP = (sleep.SleepAsked, sleep.SleepAnswered)
 
 
 class BufferMachine:
@@ -72,6 +70,8 @@ class BufferMachine:
     def _steps(self, event: Event) -> list[_Step]:
         """Return the steps that handle an event, in order."""
         match event:
+            case events.ChunkEnded():  # most events by far
+                return [self._to_requests(event)]
             case Joined():
                 return self._joined(event)
             case Left():
@@ -80,12 +80,14 @@ class BufferMachine:
                 return [self._to_requests(event), self._to_sleep(event), self._to_weights(event)]
             case Drained():
                 return [self._to_requests(event), self._to_weights(event)]
-            case sleep.SleepAnswered(name, dropped=True):
-                return [self._to_weights(weight_events.Dropped(name)), self._to_sleep(event)]
-        if isinstance(event, _OF_WEIGHTS):
-            return [self._to_weights(event)]
-        if isinstance(event, _OF_SLEEP):
-            return [self._to_sleep(event)]
+            case FromEngine(message=wire.Slept(dropped=True)):
+                return [self._to_weights(event), self._to_sleep(event)]
+            case FromEngine(message=wire.Slept()) | FromTrainer(message=wire.Sleep()):
+                return [self._to_sleep(event)]
+            case FromEngine(message=wire.WeightsPrepared() | wire.WeightsLoaded()):
+                return [self._to_weights(event)]
+            case FromTrainer(message=wire.UpdateWeights()):
+                return [self._to_weights(event)]
         return [self._to_requests(event)]
 
     def _joined(self, event: Joined) -> list[_Step]:
@@ -93,8 +95,8 @@ class BufferMachine:
         # The same life or another one: it no longer runs what was dispatched before.
         gone = self._steps(Left([event.instance], known.life != event.life)) if known else []
         self.engines[event.instance] = event
-        # Only the weights machine knows whether it has to load; after that, sleep is decided at `Tick`.
-        return [*gone, self._to_sleep(event), self._to_weights(event), self._to_sleep(Tick())]
+        # Only the weights machine knows whether it has to load; sleep is decided after that.
+        return [*gone, self._to_sleep(event), self._to_weights(event), self._to_sleep(Changed())]
 
     def _left(self, event: Left) -> list[_Step]:
         for name in event.instances:
@@ -104,7 +106,7 @@ class BufferMachine:
     def _to_requests(self, event: events.Event) -> _Step:
         return lambda now: self.requests.apply(event, now)
 
-    def _to_weights(self, event: weight_events.Event) -> _Step:
+    def _to_weights(self, event: weights_machine.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
             rests = self.sleep
@@ -161,4 +163,4 @@ class BufferMachine:
         before, self._shared = self._shared, self._shared_state()
         if before == self._shared:
             return []
-        return [self._hold(), self._to_sleep(Tick()), self._to_weights(Tick())]
+        return [self._hold(), self._to_sleep(Changed()), self._to_weights(Changed())]

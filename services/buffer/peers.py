@@ -22,8 +22,8 @@ from seer.common import ids
 from seer.common.clock import Clock
 from seer.common.endpoints import check_endpoint
 from seer.common.errors import ConfigError, InvalidField
-from seer.common.net.handshake import CHECK_SECONDS
 from seer.common.net.hub import MAX_PEERS, Hub
+from seer.common.net.identity import CHECK_SECONDS
 from seer.common.wire import MAX_ID, Hello, Register
 
 MAX_SIZE = 2**31 - 1

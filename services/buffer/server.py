@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 from seer import __version__
@@ -21,9 +20,8 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, RequestRefused, SeerError
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
-from seer.common.net.outbox import Outbox
+from seer.common.net.identity import Identity
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
@@ -33,18 +31,21 @@ from seer.common.process.memory import Bound, bounds, limit_bytes
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
+from seer.services.buffer.events import FromTrainer
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
-from seer.services.buffer.machine import Event, Instruction
 from seer.services.buffer.media.server import MediaServer
-from seer.services.buffer.peers import Peers, handle_hello
+from seer.services.buffer.outgoing import Outgoing
+from seer.services.buffer.peers import handle_hello
 from seer.services.buffer.requests import events, state
+from seer.services.buffer.response_store import TOKEN_BYTES, Store
 from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.status import Sources, StatusDesk
-from seer.services.buffer.store import TOKEN_BYTES, Store
-from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.spool import Spool
+
+MAX_ATTEMPTS = 8
+"""A request whose chunk failed so often in a row is failed: who loses eight engines in a row kills them."""
 
 MOST_UNFINISHED_BYTES, MOST_RESULT_BYTES = 16 * 2**30, 8 * 2**30
 """Bounds by default where memory abounds: others need it, too."""
@@ -77,7 +78,7 @@ class BufferServer:
             chunk_size=settings.chunk_size,
             max_requests=settings.max_requests,
             engine_wait_seconds=settings.engine_wait_seconds,
-            max_attempts=settings.max_attempts,
+            max_attempts=MAX_ATTEMPTS,
             result_ttl_seconds=settings.result_ttl_seconds,
             result_tokens=result_bytes // TOKEN_BYTES,
             unfinished_tokens=unfinished_bytes // TOKEN_BYTES,
@@ -103,19 +104,15 @@ class BufferServer:
         self._statistics = Statistics(machines)
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
-        self._kept = KeptChunks(
-            chunks, settings.result_ttl_seconds, clock.now(), lambda name: self.conductor.so_far(name)
-        )
+        self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now(), self.store.so_far)
         self._media = MediaServer(
             settings.media,
             settings.media_bytes,
             clock,
-            arrived=lambda name: self.conductor.apply(events.MediumArrived(name)),
-            stalled=lambda groups, why: self.conductor.apply(events.MediaStalled(groups, why)),
+            arrived=self._medium_arrived,
+            stalled=self._media_stalled,
         )
-        # Bounded by open work, as the outboxes are: each request has one running chunk, each group one
-        # result, and ticks add messages only to idle outboxes.
-        self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
+        self._out = Outgoing()
         self.conductor = Conductor(
             clock,
             machines,
@@ -124,18 +121,14 @@ class BufferServer:
             self._media.machine,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
-            to_engine=lambda name, message: self._engines.send(name, message),
-            to_trainer=self._send_to_trainer,
-            to_address=self._send_to_address,
-            publish=self._to_publish.put_nowait,
-            on_loss=lambda name: self._engines.require_registration(name),
-            record=self._record,
+            self._out,
+            (self._rows, self._statistics),
         )
         self._spool = Spool(settings.spool, clock)
-        self._trainers = Peers()
+        self._trainers = self._out.trainers
         self._machines = machines
         self._engines = EngineConnections(
-            self.me, clock, machines, self.conductor, self._kept, self._spool, self._media
+            self.me, clock, machines, self.conductor, self._kept, self._spool, self._media, self._out
         )
 
     async def start(self) -> dict[str, str]:
@@ -155,7 +148,7 @@ class BufferServer:
             roles=frozenset({"trainer"}),
             weight_version=lambda: self.weights.live.version if self.weights.live else 0,
         )
-        self._to_trainers = Outbox(self._trainer_hub, self._trainers.remove)
+        self._out.bind_trainers(self._trainer_hub)
         self._engines.bind(engines)
         self._events: StreamPublisher[wire.BufferPublished, wire.BufferSnapshot] = StreamPublisher(
             published, snapshots, self.me, functools.partial(views.snapshot, self.machine)
@@ -181,7 +174,6 @@ class BufferServer:
         sources = Sources(
             self.me,
             self._services(),
-            registered=self.conductor.registered,
             stats=self._engines.stats,
             lives=self._engines.lives,
             media=self._media.counters,
@@ -198,10 +190,6 @@ class BufferServer:
             "engines": self._engines.hub.counters,
             "events": self._events.counters,
         }
-
-    def _record(self, now: float, event: Event, out: Sequence[Instruction]) -> None:
-        self._rows.write(now, event, out)
-        self._statistics.record(now, event, out)
 
     async def run(self) -> None:
         """Serve until drained."""
@@ -225,7 +213,7 @@ class BufferServer:
                     self._serve_estimates(),
                     self._events.serve(),
                     self._engines.outbox.run(),
-                    self._to_trainers.run(),
+                    self._out.to_trainers.run(),
                     self._publish(),
                     self._tick(),
                     self._spool.run(),
@@ -244,6 +232,12 @@ class BufferServer:
         self.conductor.drain()
 
     # --- sockets to events ---------------------------------------------------------------
+
+    def _medium_arrived(self, name: str) -> None:
+        self.conductor.apply(events.MediumArrived(name))
+
+    def _media_stalled(self, groups: list[str], why: str) -> None:
+        self.conductor.apply(events.MediaStalled(groups, why))
 
     async def _serve_trainers(self) -> None:
         while True:
@@ -275,19 +269,16 @@ class BufferServer:
     ) -> wire.BufferToTrainer | None:
         """Handle a message; return the answer if there is one at once."""
         match message:
-            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
-                self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, submission))
-            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
-                self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, submission))
             case wire.StatusRequest():
                 self._desk.ask(address)
             case wire.Sleep(wish=0) if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
-            case wire.Sleep():
-                self.conductor.apply(views.sleep_asked(name, message))
             case wire.UpdateWeights():
-                self._update(name, message)
+                self._spool.name(message.source)
+                self.conductor.apply(FromTrainer(name, message))
+            case wire.Sleep() | wire.Cancel() | wire.Acknowledge():
+                self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
             case wire.OpenMedium() | wire.MediumData():
@@ -296,14 +287,6 @@ class BufferServer:
                 self._trainers.remove(address)
                 self.conductor.apply(events.TrainerLost(address))
         return None
-
-    def _update(self, name: str, message: wire.UpdateWeights) -> None:
-        self._spool.name(message.source)
-        mode = weight_events.InFlight(message.in_flight)
-        event = weight_events.UpdateAsked(
-            name, message.version, message.source, message.digest, mode, message.call_id
-        )
-        self.conductor.apply(event)
 
     def _services(self) -> dict[str, str]:
         at, pool = self._config.endpoints, self._config.pool
@@ -351,27 +334,12 @@ class BufferServer:
             self._media.tick()
             if self._engines.outbox.idle:
                 for name in sorted(self.weights.known):
-                    self._engines.send(name, wire.Ping())
-            if self._to_trainers.idle:
+                    self._out.engine(name, wire.Ping())
+            if self._out.to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
-                    if self._to_trainers.keeps_up(rollout.life):
-                        self._send_to_address(rollout.life, views.progress(self.machine, rollout))
-
-    # --- messages to sockets -------------------------------------------------------------
-
-    def _send_to_trainer(self, name: str, message: wire.BufferToTrainer) -> None:
-        address = self._trainers.address_of(name)
-        if address is not None:
-            self._to_trainers.put(address, message)
-
-    def _send_to_address(self, address: bytes, message: wire.BufferToTrainer) -> None:
-        # Another life of the trainer gets its finished groups when it submits them again under its name.
-        if self._trainers.name_of(address) is None:
-            return
-        if isinstance(message, wire.TokensGenerated) and not self._to_trainers.keeps_up(address):
-            return  # its group has them, too
-        self._to_trainers.put(address, message)
+                    if self._out.to_trainers.keeps_up(rollout.life):
+                        self._out.life(rollout.life, views.progress(self.machine, rollout))
 
     async def _publish(self) -> None:
         while True:
-            await self._events.publish(await self._to_publish.get())
+            await self._events.publish(await self._out.published.get())

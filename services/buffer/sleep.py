@@ -9,7 +9,7 @@ Invariants (tests/property/test_sleep_machine.py):
 - submissions are held from a request for sleep until every registered engine is awake, and at no other
   time;
 - an engine is brought to the state that was last requested in single steps, each answered before the next;
-- every request is answered by one `Tell`; an engine that does not answer by its deadline is removed, and a
+- every request is answered by one `Slept`; an engine that does not answer by its deadline is removed, and a
   trainer gets the answer that engines are awake only if one is registered;
 - until a first engine joins, a request waits for `GRACE_SECONDS`: engines of an earlier life of the buffer
   register again within that time, and an answer before that would say nothing about them;
@@ -17,10 +17,8 @@ Invariants (tests/property/test_sleep_machine.py):
   earlier one: every request that is taken is a wish with a number, greater than all before it. Engines report
   the last wish that they came to, trainers repeat the last one that was answered, and the greatest counts;
   but a request to this life counts before all of earlier ones;
-- where no engine knows of a wish (earlier releases), a buffer that got no request takes over the state of its
-  engines: as long as all of them sleep, that of the one that sleeps least;
-- an engine of an earlier release, which knows neither levels nor tags, sleeps at level 1, and is awake as
-  soon as the weights are to be; a request that it cannot fulfil is refused by its name.
+- where no engine knows of a wish (on its way to its first one), a buffer that got no request takes over the
+  state of its engines: as long as all of them sleep, that of the one that sleeps least.
 """
 
 from __future__ import annotations
@@ -30,10 +28,21 @@ from collections.abc import Collection
 import msgspec
 from msgspec import field
 
+from seer.common import wire
 from seer.common.errors import InvalidField, SeerError
 from seer.common.sleep import SleepLevel, SleepState, SleepTag, state_of
-from seer.services.buffer import events
-from seer.services.buffer.events import Drained, Joined, Left, Tick
+from seer.services.buffer.events import (
+    Changed,
+    Drained,
+    FromEngine,
+    FromTrainer,
+    Joined,
+    Left,
+    Row,
+    Tick,
+    ToEngine,
+    ToTrainer,
+)
 
 NO_ENGINE = "no engine is there to wake: start one, and ask again"
 
@@ -44,67 +53,14 @@ WISHES_END = 2**62
 """Greater ones are no buffer's, whose clock counts nanoseconds; beyond the wire's bound none could follow."""
 
 
-class SleepAsked(events.Row, frozen=True):
-    """A trainer requests that all engines sleep at a `level`, or that `tags` wake (empty: all).
-
-    The answer repeats `call_id`. With a `wish` it repeats one that an earlier life of the buffer answered, of
-    which `tags` still sleep, and gets no answer.
-    """
-
-    trainer: str
-    asleep: bool
-    call_id: int = 0
-    level: SleepLevel = 1
-    tags: tuple[SleepTag, ...] = ()
-    wish: int = 0
-
-
-class SleepAnswered(events.Row, frozen=True):
-    """An engine answered an `Order`: what sleeps now, see `state_of`; it may have `dropped` its weights."""
-
-    instance: str
-    asleep: bool
-    tags: tuple[SleepTag, ...] = ()
-    dropped: bool = False
-
-
-Event = Joined | Left | SleepAsked | SleepAnswered | Drained | Tick
-
-
-class Order(events.Row, frozen=True):
-    """Put an engine to sleep at a `level`, or wake `tags` of it (empty: all that sleeps).
-
-    `wish`: the one that it comes to by this; 0: more steps follow.
-    """
-
-    instance: str
-    asleep: bool
-    level: SleepLevel = 1
-    tags: tuple[SleepTag, ...] = ()
-    wish: int = 0
-
-
-class GiveUp(events.Row, frozen=True):
+class GiveUp(Row, frozen=True):
     """Remove an engine that did not answer in time."""
 
     instance: str
 
 
-class Tell(events.Row, frozen=True):
-    """Answer a trainer; with a `problem`, its request had no effect. `kv_asleep`: that alone sleeps on.
-
-    `wish`: the number under which the trainer may repeat the request in another life of the buffer.
-    """
-
-    trainer: str
-    asleep: bool
-    problem: str = ""
-    call_id: int = 0
-    kv_asleep: bool = False
-    wish: int = 0
-
-
-Instruction = Order | GiveUp | Tell
+Event = Joined | Left | FromTrainer | FromEngine | Drained | Tick | Changed
+Instruction = ToEngine | ToTrainer | GiveUp
 
 
 class SleepMachine(msgspec.Struct):
@@ -115,49 +71,37 @@ class SleepMachine(msgspec.Struct):
     """
 
     seconds: float = 600.0
-    # Fields are encoded under the names that they have in earlier logs, and take those logs' bools.
-    _wanted: SleepState | bool = SleepState.AWAKE
-    """What is to sleep: as last requested, or as it is with the engines of an earlier life."""
-    _requested: bool = field(default=False, name="_decided")
+    wanted: SleepState = SleepState.AWAKE
+    """What is to sleep as soon as it can: as last requested, or as it is with engines of an earlier life."""
+    _requested: bool = False
     """Whether a trainer has requested anything yet."""
-    _requested_at: float = field(default=0.0, name="_asked_at")
-    _any_joined: bool = field(default=False, name="_met")
-    _states: dict[str, SleepState | bool] = field(default_factory=dict, name="_asleep")
+    _requested_at: float = 0.0
+    _any_joined: bool = False
+    _states: dict[str, SleepState] = field(default_factory=dict)
     """By engine."""
     _ordered: dict[str, float] = field(default_factory=dict)
-    """By engine that has not answered its `Order` yet: the deadline."""
+    """By engine that has not answered its order yet: the deadline."""
     _waiting: dict[str, int] = field(default_factory=dict)
     """By trainer that waits for an answer: its `call_id`."""
     _level: SleepLevel = 1
     """The level at which engines are put to sleep."""
-    _earlier: set[str] = field(default_factory=set)
-    """The engines of earlier releases."""
     first_wish: int = 1
     _wish: int = 0
     """The number of what is wanted; 0: nobody has said."""
 
-    def __post_init__(self) -> None:
-        self._wanted = _of_log(self._wanted)
-        self._states = {name: _of_log(state) for name, state in self._states.items()}
-
-    @property
-    def wanted(self) -> SleepState:
-        """What is to sleep as soon as it can."""
-        return SleepState(self._wanted)
-
     @property
     def held(self) -> bool:
         """Whether submissions are held."""
-        return bool(self._wanted) or any(self._states.values()) or bool(self._ordered)
+        return bool(self.wanted) or any(self._states.values()) or bool(self._ordered)
 
     @property
     def awake(self) -> frozenset[str]:
-        """The engines that are awake and have no `Order` to sleep."""
+        """The engines that are awake and have no order to sleep."""
         return self._at_most(SleepState.AWAKE)
 
     @property
     def weights_awake(self) -> frozenset[str]:
-        """The engines whose weights are awake, and that have no `Order`: these can load."""
+        """The engines whose weights are awake, and that have no order: these can load."""
         return self._at_most(SleepState.KV_ASLEEP)
 
     def _at_most(self, most: SleepState) -> frozenset[str]:
@@ -178,12 +122,12 @@ class SleepMachine(msgspec.Struct):
             case Left():
                 for name in event.instances:
                     self._forget(name)
-            case SleepAsked(wish=0):
-                self._sleep_requested(event, now, out)
-            case SleepAsked(wish=wish):
-                self._learn(wish, state_of(asleep=event.asleep, tags=event.tags), event.level)
-            case SleepAnswered(name, asleep, tags):
-                state = state_of(asleep=asleep, tags=tags)
+            case FromTrainer(trainer, wire.Sleep(wish=0) as request):
+                self._sleep_requested(trainer, request, now, out)
+            case FromTrainer(_, wire.Sleep() as again):
+                self._learn(again.wish, state_of(asleep=again.asleep, tags=again.tags), again.level)
+            case FromEngine(name, wire.Slept() as answer):
+                state = state_of(asleep=answer.asleep, tags=answer.tags)
                 if name in self._ordered and state != self._states[name]:
                     self._states[name] = state
                     del self._ordered[name]
@@ -198,21 +142,20 @@ class SleepMachine(msgspec.Struct):
         self._forget(event.instance)
         self._any_joined = True
         none_awake = all(self._states.values())
-        state = state_of(asleep=event.asleep, tags=event.sleeping)
+        register = event.register
+        state = state_of(asleep=bool(register.sleeping), tags=register.sleeping)
         self._states[event.instance] = state
-        if not event.sleep_levels:
-            self._earlier.add(event.instance)
         level: SleepLevel = 2 if event.dropped else 1
-        if event.wish:
-            self._learn(event.wish, state, level)
+        if register.wish:
+            self._learn(register.wish, state, level)
         elif not (self._wish or self._requested) and none_awake and state:
-            self._take_over(0, SleepState(min(self._states.values())), level)
+            self._take_over(0, min(self._states.values()), level)
 
     def _informed(self, event: Joined) -> list[Instruction]:
         """Return what tells an engine that is awake, as is wanted, by which wish; it is not waited for."""
-        awake = not (event.asleep or self._wanted)
-        if awake and event.sleep_levels and event.wish < self._wish:
-            return [Order(event.instance, False, wish=self._wish)]
+        awake = not (event.register.sleeping or self.wanted)
+        if awake and event.register.wish < self._wish:
+            return [ToEngine(event.instance, wire.Sleep(asleep=False, wish=self._wish))]
         return []
 
     def _learn(self, wish: int, state: SleepState, level: SleepLevel) -> None:
@@ -231,58 +174,49 @@ class SleepMachine(msgspec.Struct):
 
     def _take_over(self, wish: int, state: SleepState, level: SleepLevel) -> None:
         """Want what was wanted in an earlier life."""
-        self._wish, self._wanted, self._level = wish, state, level
+        self._wish, self.wanted, self._level = wish, state, level
 
     def _forget(self, instance: str) -> None:
         self._states.pop(instance, None)
         self._ordered.pop(instance, None)
-        self._earlier.discard(instance)
 
-    def _sleep_requested(self, event: SleepAsked, now: float, out: list[Instruction]) -> None:
+    def _sleep_requested(self, trainer: str, request: wire.Sleep, now: float, out: list[Instruction]) -> None:
         try:
-            target = SleepState.ASLEEP if event.asleep else self.wanted.woken(event.tags)
-            self._check(event, target)
+            target = SleepState.ASLEEP if request.asleep else self.wanted.woken(request.tags)
+            self._check(request, target)
         except SeerError as error:
-            out.append(Tell(event.trainer, event.asleep, str(error), event.call_id))
+            state = SleepState.ASLEEP if request.asleep else SleepState.AWAKE
+            out.append(_told(trainer, state, str(error), request.call_id))
             return
-        if event.asleep and self._wanted is not SleepState.ASLEEP:
-            self._level = event.level
-        self._wanted, self._requested = target, True
+        if request.asleep and self.wanted is not SleepState.ASLEEP:
+            self._level = request.level
+        self.wanted, self._requested = target, True
         self._wish = max(self._wish + 1, self.first_wish)
         if not self._waiting:
             self._requested_at = now
-        self._waiting[event.trainer] = event.call_id
+        self._waiting[trainer] = request.call_id
 
-    def _check(self, event: SleepAsked, target: SleepState) -> None:
+    def _check(self, request: wire.Sleep, target: SleepState) -> None:
         """Raise `SeerError` for a request that cannot be fulfilled now."""
-        if self._waiting and target != self._wanted:
-            doing = "puts engines to sleep" if self._wanted is SleepState.ASLEEP else "wakes engines"
+        if self._waiting and target != self.wanted:
+            doing = "puts engines to sleep" if self.wanted is SleepState.ASLEEP else "wakes engines"
             raise SeerError(f"{next(iter(self._waiting))} {doing}: wait for that")
-        if event.level > self._level and event.asleep and self._wanted is SleepState.ASLEEP:
+        if request.level > self._level and request.asleep and self.wanted is SleepState.ASLEEP:
             fix = "engines sleep at level 1, and keep their weights: wake the weights first"
-            raise InvalidField("level", event.level, fix)
-        if self._earlier and ((event.asleep and event.level > 1) or target is SleepState.KV_ASLEEP):
-            name, value = ("level", event.level) if event.asleep else ("tags", list(event.tags))
-            fix = f"engine {min(self._earlier)} is of an earlier release, and knows level 1 and no tags"
-            raise InvalidField(name, value, fix)
+            raise InvalidField("level", request.level, fix)
 
-    def _next_order(self, name: str) -> Order | None:
+    def _next_order(self, name: str) -> wire.Sleep | None:
         """Return the next step of an engine to the state that is wanted; None: it is there."""
-        state, target = self._states[name], self._target(name)
+        state, target = self._states[name], self.wanted
         if state == target:
             return None
         if state > target:
-            only_weights = target is SleepState.KV_ASLEEP
-            return Order(name, False, tags=("weights",) if only_weights else (), wish=self._wish)
+            tags: list[SleepTag] = ["weights"] if target is SleepState.KV_ASLEEP else []
+            return wire.Sleep(asleep=False, tags=tags, wish=self._wish)
         # To have its KV alone asleep, all of it is put to sleep before its weights are woken.
         if target is SleepState.KV_ASLEEP:
-            return Order(name, True)
-        return Order(name, True, 1 if name in self._earlier else self._level, wish=self._wish)
-
-    def _target(self, name: str) -> SleepState:
-        if self._wanted is SleepState.KV_ASLEEP and name in self._earlier:
-            return SleepState.AWAKE
-        return self.wanted
+            return wire.Sleep(asleep=True)
+        return wire.Sleep(asleep=True, level=self._level, wish=self._wish)
 
     def _advance(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
         arrived = True
@@ -292,20 +226,20 @@ class SleepMachine(msgspec.Struct):
             if order is None or name in self._ordered or name in loading or (order.asleep and not idle):
                 continue
             self._ordered[name] = now + self.seconds
-            out.append(order)
+            out.append(ToEngine(name, order))
         ready = self._any_joined or now > self._requested_at + GRACE_SECONDS
         if ready and arrived and not self._ordered:
-            asleep = self._wanted is SleepState.ASLEEP
             # An engine that left uses no memory, as if asleep; but it may register again, and still sleep.
-            problem = "" if asleep or self._states else NO_ENGINE
-            kv_asleep = self._wanted is SleepState.KV_ASLEEP
+            problem = "" if self.wanted is SleepState.ASLEEP or self._states else NO_ENGINE
             out += [
-                Tell(trainer, asleep, problem, call_id, kv_asleep, self._wish)
+                _told(trainer, self.wanted, problem, call_id, self._wish)
                 for trainer, call_id in self._waiting.items()
             ]
             self._waiting.clear()
 
 
-def _of_log(state: SleepState | bool) -> SleepState:
-    """Return a state as logs of this release or of earlier ones have it."""
-    return state_of(asleep=state) if isinstance(state, bool) else state
+def _told(trainer: str, state: SleepState, problem: str, call_id: int, wish: int = 0) -> ToTrainer:
+    """Return a trainer's answer: what sleeps now; with a `problem`, its request had no effect."""
+    asleep = state is SleepState.ASLEEP
+    answer = wire.Slept(asleep=asleep, problem=problem, call_id=call_id, tags=state.tags, wish=wish)
+    return ToTrainer(trainer, answer)

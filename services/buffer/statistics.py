@@ -22,16 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from seer.common import ids
-from seer.common.group_events import GroupOpened
 from seer.common.policy.eta import Pace
 from seer.common.policy.tail import before_tail, tail_seconds
-from seer.common.wire import Histogram
-from seer.services.buffer.events import Joined, Left
+from seer.common.wire import (
+    ChunkFailed,
+    ChunkResult,
+    DropChunk,
+    GroupOpened,
+    Histogram,
+    LoadWeights,
+    PrepareWeights,
+    Refused,
+    WeightsPrepared,
+)
+from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToLife
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
-from seer.services.buffer.weights import events as weight_events
-from seer.services.buffer.weights import instructions as weight_instructions
 
 MAX_ENGINES = 10_000
 """Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
@@ -43,7 +50,7 @@ TOKENS = [float(2**power) for power in range(6, 18)]
 SECONDS = [0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0]
 """Twelve bounds each: 64 to 131,072 tokens, and from a chunk of a tiny model to a load of the largest."""
 
-_CHANGES_NO_ENGINE = (events.ChunkEnded, events.EngineReported, events.EstimatesChanged, events.ChunkRejected)
+_CHANGES_NO_ENGINE = (events.ChunkEnded, events.EngineReported, events.EstimatesChanged)
 
 _OVER = -1.0
 """Stands for the time since which a request waits, once it has ended."""
@@ -121,7 +128,7 @@ class Statistics:
         self._phase, self._phase_since = "", 0.0
         self._here: dict[str, float] = {}  # by engine: since when it is there
         self._gone: deque[tuple[str, float, float]] = deque(maxlen=MAX_ENGINES)  # name, joined, left
-        self._unchecked: set[str] = set()  # engines that have not answered a `Prepare`
+        self._unchecked: set[str] = set()  # engines that have not answered a `PrepareWeights`
 
     def chunks(self, request: RequestState) -> int:
         """Return how many chunks of an open request were dispatched."""
@@ -141,26 +148,23 @@ class Statistics:
         if not isinstance(event, _CHANGES_NO_ENGINE):
             self._lose_engines(event, now)
             self._note_stays(now)
-        if isinstance(event, events.ChunkEnded | events.ChunkRejected):
-            self._lose_unkept(event, out, now)
+        self._end_chunk(event, out, now)
         refused: dict[str, str] = {}
         for item in out:
             match item:
-                case instructions.Keep() if isinstance(event, events.ChunkEnded):
-                    self._keep(item, event, now)
                 case instructions.Dispatch():
                     self._dispatch(item, now)
-                case instructions.Drop():
-                    self._running.get(item.instance, {}).pop(item.request_id, None)
+                case ToEngine(instance, DropChunk(request_id=request_id)):
+                    self._running.get(instance, {}).pop(request_id, None)
                 case instructions.Take():
                     self._take(item.group_id)
                 case GroupOpened():
                     self._open(item, now)
                 case instructions.Restore():
                     self._restore(item.group_id, now)
-                case instructions.Refuse():
-                    names = [ids.group_id(item.rollout_id, each) for each in item.prompt_ids]
-                    refused |= dict.fromkeys(names, item.code)
+                case ToLife(message=Refused() as answer):
+                    names = [ids.group_id(answer.rollout_id, each) for each in answer.prompt_ids]
+                    refused |= dict.fromkeys(names, answer.code)
                 case instructions.Forget():
                     failed = refused.get(item.group_id) == "failed"
                     self._forget(item.group_id, now, "failed" if failed else "cancelled")
@@ -245,10 +249,21 @@ class Statistics:
             self.chunk_wait_seconds.add(now - since[index])
             chunks[index] += 1
 
-    def _keep(self, item: instructions.Keep, event: events.ChunkEnded, now: float) -> None:
-        _, started = self._running.get(event.instance, {}).pop(item.request_id, (0, now))
+    def _end_chunk(self, event: Event, out: Sequence[Instruction], now: float) -> None:
+        match event:
+            case events.ChunkEnded(instance, result):
+                kept = [item for item in out if isinstance(item, instructions.Keep)]
+                for item in kept:
+                    self._keep(item, instance, result.count, now)
+                if not kept:
+                    self._lose_unkept(instance, result, now)
+            case FromEngine(instance, ChunkFailed() as failed):
+                self._lose_unkept(instance, failed, now)
+
+    def _keep(self, item: instructions.Keep, instance: str, count: int, now: float) -> None:
+        _, started = self._running.get(instance, {}).pop(item.request_id, (0, now))
         self.chunk_seconds.add(now - started)
-        self.pace.add(now - started, event.count)
+        self.pace.add(now - started, count)
         since, _, index = self._find(item.request_id)
         if since:
             since[index] = now
@@ -277,16 +292,12 @@ class Statistics:
         if len(self.lost) > MAX_ENGINES:
             self.lost.pop(next(each for each in self.lost if each not in self._machine.engines))
 
-    def _lose_unkept(
-        self, event: events.ChunkEnded | events.ChunkRejected, out: Sequence[Instruction], now: float
-    ) -> None:
+    def _lose_unkept(self, instance: str, chunk: ChunkResult | ChunkFailed, now: float) -> None:
         """Count a chunk that ended and was not kept; late answers to earlier attempts are about none."""
-        running = self._running.get(event.instance, {})
-        if any(isinstance(item, instructions.Keep) for item in out):
-            return
-        if running.get(event.request_id, (None, 0.0))[0] == event.attempt:
-            del running[event.request_id]
-            self._lose(event.instance, event.request_id, now)
+        running = self._running.get(instance, {})
+        if running.get(chunk.request_id, (None, 0.0))[0] == chunk.attempt:
+            del running[chunk.request_id]
+            self._lose(instance, chunk.request_id, now)
 
     def _lose_engines(self, event: Event, now: float) -> None:
         """Count what ran on engines that are gone, or have registered again."""
@@ -329,15 +340,17 @@ class Statistics:
         """Note how long each phase of an update takes: checks, the end of open work, loads."""
         if not self._phase and not self._machine.weights.updating:
             return
-        prepared = [item.instance for item in out if isinstance(item, weight_instructions.Prepare)]
-        loads = any(isinstance(item, weight_instructions.Load) for item in out)
+        orders = [item for item in out if isinstance(item, ToEngine)]
+        prepared = [item.instance for item in orders if isinstance(item.message, PrepareWeights)]
+        loads = any(isinstance(item.message, LoadWeights) for item in orders)
         if not self._phase:
             self._phase, self._phase_since = "check" if prepared else "load", now
         self._unchecked.update(prepared)
-        if isinstance(event, weight_events.Prepared):
-            self._unchecked.discard(event.instance)
-        elif isinstance(event, Left):
-            self._unchecked.difference_update(event.instances)
+        match event:
+            case FromEngine(instance, WeightsPrepared()):
+                self._unchecked.discard(instance)
+            case Left(instances):
+                self._unchecked.difference_update(instances)
         if self._phase == "check" and not self._unchecked:
             self._enter("drain", now)
         if self._phase == "drain" and loads:

@@ -1,4 +1,4 @@
-"""Answers `StatusRequest`s: the machines' state, and figures of what they did (`statistics.py`, `survey.py`).
+"""Answers `StatusRequest`s: what the machines hold and did (`statistics.py`, `rollout_progress.py`).
 
 Invariants (tests/cluster/test_observer.py):
 - whoever asks is answered, after a look at all open requests, but not later than `LEAST_SECONDS` because of
@@ -17,17 +17,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from seer import __version__
 from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import MAX_PEERS
-from seer.common.policy.bound import bound_seconds
+from seer.common.net.identity import Identity
 from seer.common.policy.eta import expected_remainder
+from seer.common.policy.rollout_bound import bound_seconds
 from seer.common.types import InstanceStats
 from seer.services.buffer.log.outage import Outage
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.state import RequestState, RolloutState
+from seer.services.buffer.response_store import TOKEN_BYTES
+from seer.services.buffer.rollout_progress import Survey, newest, survey
 from seer.services.buffer.statistics import Statistics
-from seer.services.buffer.store import TOKEN_BYTES
-from seer.services.buffer.survey import Survey, newest, survey
 
 MOST_OF_TIME = 0.05
 LEAST_SECONDS = 0.5
@@ -61,14 +61,13 @@ class LoopLag:
 
 
 class Sources:
-    """What the rest of the buffer knows: by engine, the last `Register`, statistics and lives; and more."""
+    """What the rest of the buffer knows: by engine, statistics and lives; and more."""
 
     def __init__(
         self,
         me: Identity,
         services: dict[str, str],
         *,
-        registered: Mapping[str, wire.Register],
         stats: Mapping[str, InstanceStats],
         lives: Mapping[str, int],
         media: Mapping[str, int],
@@ -77,7 +76,7 @@ class Sources:
         outages: Callable[[], Mapping[str, Outage | None]],
     ) -> None:
         self.me, self.services = me, services
-        self.registered, self.stats, self.lives, self.media = registered, stats, lives, media
+        self.stats, self.lives, self.media = stats, lives, media
         self.uptime, self.sockets, self.outages = uptime, sockets, outages
 
 
@@ -195,7 +194,7 @@ class StatusDesk:
                 stats=of.stats.get(view.name, InstanceStats()),
                 chunks=view.chunks,
                 reserved_blocks=view.reserved_blocks,
-                versions=of.registered[view.name].versions,
+                versions=self._machine.engines[view.name].register.versions,
                 restarts=of.lives[view.name] - 1,
             )
             for view in self._machine.requests.instances.values()

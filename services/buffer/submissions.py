@@ -13,7 +13,7 @@ from seer.common.types import check_placed
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
-from seer.services.buffer.store import Store, SubmittedPrompt
+from seer.services.buffer.response_store import Store, SubmittedPrompt
 
 PART_REQUESTS = 1024
 """Requests of one event: to open them takes about 20 ms, in which the buffer does nothing else."""
@@ -26,8 +26,7 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
     usual = ids.params_digest(*params)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
-    media = submit.media if isinstance(submit, wire.SubmitMedia) else repeat(())
-    places = zip(groups, firsts, submit.turns or repeat(None), media, strict=False)
+    places = zip(groups, firsts, submit.turns or repeat(None), submit.media or repeat(()), strict=False)
     found = {}
     for prompt_id, tokens, (group, first, turn, seen) in zip(submit.prompt_ids, pieces, places, strict=False):
         found[prompt_id] = SubmittedPrompt(
@@ -39,7 +38,6 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             sampling=submit.sampling,
             seed=submit.seed,
             rollout_number=submit.rollout_number,
-            stream=submit.stream,
             params_digest=ids.params_digest(*params, group, first, seen) if group or first or seen else usual,
             turn=turn,
             media=seen,
@@ -87,6 +85,7 @@ def event(
             prompt.turn,
             max((each.length for each in prompt.media), default=0),
             media.missing(each.name for each in prompt.media),
+            submit.stream,
         )
         for prompt_id, prompt in prompts.items()
     ]
@@ -121,12 +120,12 @@ def _check(submit: wire.Submit) -> None:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
     _check_places(submit)
     _check_turns(submit)
-    if isinstance(submit, wire.SubmitMedia):
-        _check_media(submit)
+    for place, (media, length) in enumerate(zip(submit.media, submit.lengths, strict=False)):
+        check_placed(media, length, f"media[{place}]")
 
 
 def _check_places(submit: wire.Submit) -> None:
-    for name in ("groups", "first_indices", "turns"):
+    for name in ("groups", "first_indices", "turns", "media"):
         value = getattr(submit, name)
         if len(value) not in (0, len(submit.prompt_ids)):
             raise InvalidField(name, len(value), f"give one per prompt, {len(submit.prompt_ids)}, or none")
@@ -136,14 +135,6 @@ def _check_places(submit: wire.Submit) -> None:
     last = max(submit.first_indices, default=0) + submit.n
     if last > wire.MAX_GROUP_SIZE:
         raise InvalidField("first_indices", last - submit.n, f"must be <= {wire.MAX_GROUP_SIZE - submit.n}")
-
-
-def _check_media(submit: wire.SubmitMedia) -> None:
-    if len(submit.media) != len(submit.prompt_ids):
-        fix = f"give one list per prompt, {len(submit.prompt_ids)}"
-        raise InvalidField("media", len(submit.media), fix)
-    for place, (media, length) in enumerate(zip(submit.media, submit.lengths, strict=True)):
-        check_placed(media, length, f"media[{place}]")
 
 
 def _check_turns(submit: wire.Submit) -> None:

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.policy.draft_costs import GROUP_WEIGHT, Acceptance, to_percent
 from seer.common.policy.length import Estimate, EstimateError, Estimator, Evidence, Longest
+from seer.common.wire import BufferPublished, GroupClosed, GroupOpened, RequestProgress
 from seer.services.context.past_prompts import PastPrompts
 
 MIN_RATE_CHANGE = 5
@@ -83,7 +83,7 @@ class EstimateMachine:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def apply(self, event: GroupEvent) -> None:
+    def apply(self, event: BufferPublished) -> None:
         """Apply one event."""
         match event:
             case GroupOpened():
@@ -101,7 +101,7 @@ class EstimateMachine:
                     self._remember(event.group_id, group)
                     self._leave(event.group_id, group)
 
-    def replace(self, events: Iterable[GroupEvent]) -> None:
+    def replace(self, events: Iterable[BufferPublished]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
         self._sharing, self._stale = {}, {}

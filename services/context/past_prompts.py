@@ -1,9 +1,9 @@
-"""Response lengths of earlier groups of the same prompts. They only order work: no token depends on them.
+"""Response lengths of earlier groups of the same prompts, which only order work: no token depends on them.
 
 Invariants (tests/unit/test_context_memory.py asserts them):
-- only groups whose responses all finished are remembered: in others the short responses finished first;
+- only groups whose responses all finished are remembered: in other groups the short responses finished first;
 - at most `bound` prompts are remembered, the most recently opened or closed ones;
-- a group weighs `DECAY` times as much as the next one of its prompt, whatever their sizes.
+- a group weighs `DECAY` times as much as the next group of its prompt, whatever the sizes of both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The context service's sockets: the buffer's event stream in, estimates and acceptance out.
 
 Invariants:
-- every estimate is the machine's; this file only translates and publishes;
+- every estimate is the machine's; this file only passes events on and publishes;
 - a snapshot of the buffer (when this service joins, after a gap, after a restart) replaces all state;
-- changes are collected for `publish_interval_seconds`, so a burst of events causes one message.
+- changes are collected for `PUBLISH_SECONDS`, so a burst of events causes one message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
@@ -26,6 +25,9 @@ from seer.services.context.machine import EstimateMachine
 
 BATCH = 500
 """Most groups per message: the buffer sorts their waiting requests again, and does nothing else meanwhile."""
+
+PUBLISH_SECONDS = 0.05
+"""How long changed estimates are collected before they are published: a few steps of an engine."""
 
 MOST_OF_TIME = 0.2
 """Share of its time that this service works out estimates, at most: there may be 100,000 groups."""
@@ -40,7 +42,6 @@ class ContextServer:
     """One context service. Raises `ConfigError` for an unknown policy."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
-        self._interval = config.context.publish_interval_seconds
         name = config.buffer.policy
         if name not in POLICIES:
             raise ConfigError(f"buffer.policy = {name!r}: choose one of {', '.join(POLICIES)}")
@@ -99,14 +100,14 @@ class ContextServer:
         while True:
             message = await self._events.recv()
             if isinstance(message, wire.BufferSnapshot):
-                self.machine.replace(_events_of(message))
+                self.machine.replace((*message.opened, *message.progress))
             else:
-                self.machine.apply(_event_of(message))
+                self.machine.apply(message)
             if self.machine.dirty:
                 self._changed.set()
 
     async def _publish(self) -> None:
-        pause = self._interval
+        pause = PUBLISH_SECONDS
         while True:
             await self._changed.wait()
             await self._clock.sleep(pause)
@@ -124,7 +125,7 @@ class ContextServer:
                 await self._estimates.publish(message)
             if self.machine.dirty:
                 self._changed.set()
-            pause = max(self._interval, (self._clock.now() - began) * (1 / MOST_OF_TIME - 1))
+            pause = max(PUBLISH_SECONDS, (self._clock.now() - began) * (1 / MOST_OF_TIME - 1))
 
     def _snapshot(self, incarnation: int, sequence: int) -> Iterator[wire.ContextSnapshot]:
         estimates, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
@@ -145,32 +146,3 @@ class ContextServer:
 
 def _spreads(estimates: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
     return {group_id: estimate.spread for group_id, estimate in estimates if estimate.spread}
-
-
-def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[GroupEvent]:
-    yield from map(_event_of, snapshot.opened)
-    yield from map(_event_of, snapshot.progress)
-
-
-def _event_of(message: wire.BufferPublished) -> GroupEvent:
-    match message:
-        case wire.GroupOpened():
-            return GroupOpened(
-                message.group_id,
-                message.size,
-                message.prompt_len,
-                message.cap,
-                message.shared_id,
-                message.first,
-            )
-        case wire.RequestProgress():
-            return RequestProgress(
-                message.group_id,
-                message.index,
-                message.generated,
-                message.finished,
-                message.drafted,
-                message.accepted,
-            )
-        case wire.GroupClosed():
-            return GroupClosed(message.group_id)

@@ -25,9 +25,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import EngineConfig
 from seer.common.endpoints import shards
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.connection import MAX_GROUPS, DgdsConnection, StreamDelta
@@ -37,6 +36,12 @@ __all__ = ["DgdsClient", "StreamDelta"]
 
 MAX_RETAINED_TOKENS = 16_000_000
 """Tokens kept for re-sending, 64 MiB: more than an engine's KV cache commonly holds."""
+
+FLUSH_SECONDS = 0.05
+"""Longest time that new tokens wait to be sent: fresher ones draft little better, and are more messages."""
+
+FLUSH_TOKENS = 64
+"""So many new tokens of a request are sent at once: they are several drafts' worth."""
 
 FETCH_SECONDS = 1.0
 """Default deadline of a fetch: drafts from older tokens cost less than waiting longer."""
@@ -51,15 +56,14 @@ class DgdsClient:
         endpoint: str,
         identity: Identity,
         clock: Clock,
-        config: EngineConfig,
         max_retained_tokens: int = MAX_RETAINED_TOKENS,
+        flush_seconds: float = FLUSH_SECONDS,
+        flush_tokens: int = FLUSH_TOKENS,
     ) -> None:
         self.counters: Counter[str] = Counter()
         each = shards(endpoint)
-        retained = max_retained_tokens // len(each)
-        self._connections = [
-            DgdsConnection(transport, one, identity, clock, config, retained, self.counters) for one in each
-        ]
+        bounds = max_retained_tokens // len(each), self.counters, flush_seconds, flush_tokens
+        self._connections = [DgdsConnection(transport, one, identity, clock, *bounds) for one in each]
         self._prompts: OrderedDict[str, int] = OrderedDict()
         self._log = get_logger()
 

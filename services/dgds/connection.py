@@ -14,10 +14,9 @@ import numpy as np
 
 from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import EngineConfig
 from seer.common.errors import SeerError, Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.packing import pack, unpack
@@ -65,9 +64,10 @@ class DgdsConnection:
         endpoint: str,
         identity: Identity,
         clock: Clock,
-        config: EngineConfig,
         max_retained_tokens: int,
         counters: Counter[str],
+        flush_seconds: float,
+        flush_tokens: int,
     ) -> None:
         self.outputs = ResendBuffer(max_retained_tokens, counters)
         self._counters = counters
@@ -75,7 +75,7 @@ class DgdsConnection:
             transport, endpoint, identity, wire.DgdsToEngine, clock
         )
         self._clock = clock
-        self._config = config
+        self._flush_seconds, self._flush_tokens = flush_seconds, flush_tokens
         self._log = get_logger()
         self._groups: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._registering: dict[int, None] = {}
@@ -106,7 +106,7 @@ class DgdsConnection:
     def changed(self, unsent: int) -> None:
         """Flush `outputs` soon, or at once if a response has `flush_tokens` or more `unsent` ones."""
         self._to_send.set()
-        if unsent >= self._config.flush_tokens:
+        if unsent >= self._flush_tokens:
             self._send_now.set()
 
     # --- connection ----------------------------------------------------------------------
@@ -181,7 +181,7 @@ class DgdsConnection:
         while True:
             await self._to_send.wait()
             try:
-                async with asyncio.timeout(self._config.flush_seconds):
+                async with asyncio.timeout(self._flush_seconds):
                     await self._send_now.wait()
             except TimeoutError:
                 pass

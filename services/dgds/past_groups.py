@@ -53,7 +53,7 @@ class PastGroups:
         return found
 
     def put(self, prompt: int, streams: Sequence[bytes], revision: int) -> None:
-        """Keep a group's streams as those of its prompt; they replace an earlier group's."""
+        """Keep a group's streams for its prompt, in place of an earlier group's streams."""
         new = PastGroup(revision, tuple(streams))
         old = self._prompts.get(prompt)
         if not new.streams or (old is not None and old.streams == new.streams):

@@ -1,10 +1,10 @@
 """The file that keeps a dgds's `PastGroups` over restarts.
 
 Invariants (tests/unit/test_dgds_memory.py asserts them):
-- the file is complete or was not written: it is replaced in one step;
+- the file is complete or was not written: the file is replaced in one step;
 - only an undamaged file that `save` wrote under the same `[shared]` settings is read;
 - a file that `save` did not write is never overwritten;
-- only its user can read it: it has responses.
+- only its user can read the file, which has responses.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens of one response that follow its first `previous` ones."""
+    """Tokens of one response that follow its first `previous` tokens."""
 
     key: Key
     attempt: int

@@ -22,14 +22,14 @@ from seer.common.clock import Clock
 from seer.common.config import Config, DgdsConfig, shared_hash
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError, InvalidField
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.process.memory import Bound, bounds, limit_bytes
 from seer.services.dgds import past_groups_file
+from seer.services.dgds.group_store import Delta, Store
 from seer.services.dgds.past_groups import PastGroups
-from seer.services.dgds.store import Delta, Store
 
 MAX_DELTA_TOKENS = 2**16
 """Most tokens in one answer: 192 KiB, so that no peer delays the others for long."""
@@ -45,6 +45,9 @@ MAX_POSITION = 2**24
 
 ROLES = frozenset({"engine", "status", "ping"})
 """Roles that may connect; the last two only ask how it is."""
+
+TTL_SECONDS = 600.0
+"""How long a group is kept after its last use, unless the engine says otherwise: requests may wait long."""
 
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
@@ -86,7 +89,7 @@ class DgdsServer:
         self._past = PastGroups(remember_tokens) if remember_tokens else None
         self._file = _file_of(settings, len(endpoints)) if self._past is not None else None
         self._saved = 0
-        self.store = Store(max_tokens, settings.ttl_seconds, self._past)
+        self.store = Store(max_tokens, TTL_SECONDS, self._past)
         self._transport = transport
         self._clock = clock
         self._shared = shared_hash(config.shared)

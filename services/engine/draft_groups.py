@@ -42,7 +42,7 @@ class DraftGroups:
         """Note that a chunk of a response starts here."""
         group = self._running.get(group_id)
         if group is None:
-            group = self._running[group_id] = self._idle.pop(group_id, None) or _Group()
+            self._running[group_id] = group = self._idle.pop(group_id, None) or _Group()
             self._idle_tokens -= group.tokens
         group.running.add(index)
         group.left_at.pop(index, None)

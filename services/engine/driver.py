@@ -17,6 +17,7 @@ import os
 import queue
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,72 +61,107 @@ class Sink(Protocol):
         ...
 
 
-class Driver(Protocol):
-    """Owns a backend and steps it; all methods are called on the event loop."""
+class Driver(ABC):
+    """Owns a backend and steps it; all methods are called on the event loop.
+
+    Each of its methods that is about the backend's own is that, run where the backend runs: see `Backend`.
+    """
+
+    def __init__(self, backend: Backend, sink: Sink) -> None:
+        self._backend, self._sink = backend, sink
 
     @property
+    @abstractmethod
     def stats(self) -> InstanceStats:
         """Return the backend's own report, as of the last step."""
-        ...
 
+    @abstractmethod
     async def start(self, seconds: float) -> BackendInfo:
         """Load the backend. Raises `EngineError` if it fails or takes longer than `seconds`."""
-        ...
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Have `close` end the process: the backend may wait for what will never come."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free the backend."""
+
+    # --- calls of the backend --------------------------------------------------------------
+
+    @abstractmethod
+    def tell(self, work: Callable[[], None]) -> None:
+        """Have `work` done where the backend runs, between two steps; never blocks."""
+
+    @abstractmethod
+    async def call(self, work: Callable[[], None]) -> None:
+        """Do `work` there, and wait until it is done. Raises `EngineError` when it fails."""
+
+    @abstractmethod
+    def reject(self, chunk: Chunk, error: SeerError) -> None:
+        """Give the sink a chunk back; called where the backend runs."""
 
     def add(self, chunk: Chunk) -> None:
-        """Have a chunk run; never blocks."""
-        ...
+        """Have a chunk run."""
+        self.tell(lambda: self._add(chunk))
+
+    def _add(self, chunk: Chunk) -> None:
+        try:
+            self._backend.add(chunk)
+        except SeerError as error:
+            self.reject(chunk, error)
 
     def drop(self, request_id: str, attempt: int) -> None:
         """Stop a chunk; output that was produced before may still arrive."""
-        ...
+        self.tell(lambda: self._backend.drop(request_id, attempt))
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """See `Backend.feed`."""
-        ...
+        """Give the draft trees tokens of other responses."""
+        self.tell(lambda: self._backend.feed(deltas))
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """See `Backend.forget`."""
-        ...
+        """Drop the draft trees of groups."""
+        self.tell(lambda: self._backend.forget(group_ids))
 
     async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
-        """Replace the live weights, see `Backend.load_weights`; drop all chunks before."""
-        ...
+        """Replace the live weights; drop all chunks before."""
+        await self.call(lambda: self._backend.load_weights(folder, digest, base))
 
     async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
-        """Receive weights in place, see `Backend.receive_weights`; drop all chunks before.
+        """Receive weights in place; drop all chunks before.
 
         Raises `EngineBroken` after `seconds`: the thread that receives may never return.
         """
-        ...
+        try:
+            async with asyncio.timeout(seconds):
+                await self.call(lambda: self._backend.receive_weights(folder, engine, digest))
+        except TimeoutError as error:
+            self.give_up()
+            limit = f"engine.in_place_seconds = {seconds:g}"
+            why = f"weights in place did not arrive within {limit}: this engine ends, and starts again"
+            raise EngineBroken(why) from error
 
     async def bind_weights(self, digest: str) -> None:
-        """See `Backend.bind_weights`."""
-        ...
+        """Say which weights are live."""
+        await self.call(lambda: self._backend.bind_weights(digest))
 
     async def sleep(self, state: SleepState, level: SleepLevel) -> None:
-        """See `Backend.sleep`."""
-        ...
-
-    async def run(self) -> None:
-        """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
-        ...
-
-    def give_up(self) -> None:
-        """Have `close` end the process: the backend may wait for what will never come."""
-        ...
-
-    async def close(self) -> None:
-        """Free the backend."""
-        ...
+        """Free memory, or take it again."""
+        await self.call(lambda: self._backend.sleep(state, level))
 
 
-class InlineDriver:
-    """Steps on the event loop, then waits as long as the step says it lasts: for modelled backends."""
+class InlineDriver(Driver):
+    """Steps on the event loop, then waits as long as the step says it lasts: for modelled backends.
+
+    Calls block the loop, so no deadline of them can be enforced.
+    """
 
     def __init__(self, backend: Backend, sink: Sink, clock: Clock) -> None:
-        self._backend = backend
-        self._sink = sink
+        super().__init__(backend, sink)
         self._clock = clock
         self._work = asyncio.Event()
 
@@ -135,57 +171,25 @@ class InlineDriver:
         return self._backend.stats()
 
     async def start(self, seconds: float) -> BackendInfo:
-        """See `Driver.start`; blocks the loop, so `seconds` cannot be enforced."""
+        """See `Driver.start`."""
         self._backend.start()
         return _info(self._backend)
 
-    def add(self, chunk: Chunk) -> None:
-        """See `Driver.add`."""
-        try:
-            self._backend.add(chunk)
-        except SeerError as error:
-            self._sink.rejected(chunk, error)
+    def tell(self, work: Callable[[], None]) -> None:
+        """See `Driver.tell`."""
+        work()
         self._work.set()
 
-    def drop(self, request_id: str, attempt: int) -> None:
-        """See `Driver.drop`."""
-        self._backend.drop(request_id, attempt)
-
-    def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """See `Driver.feed`."""
-        self._backend.feed(deltas)
-
-    def forget(self, group_ids: Iterable[str]) -> None:
-        """See `Driver.forget`."""
-        self._backend.forget(group_ids)
-
-    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
-        """See `Driver.load_weights`; blocks the loop."""
+    async def call(self, work: Callable[[], None]) -> None:
+        """See `Driver.call`."""
         try:
-            self._backend.load_weights(folder, digest, base)
+            work()
         except Exception as error:
             raise _failure(error) from error
 
-    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
-        """See `Driver.receive_weights`; blocks the loop, so `seconds` cannot be enforced."""
-        try:
-            self._backend.receive_weights(folder, engine, digest)
-        except Exception as error:
-            raise _failure(error) from error
-
-    async def bind_weights(self, digest: str) -> None:
-        """See `Driver.bind_weights`."""
-        try:
-            self._backend.bind_weights(digest)
-        except Exception as error:
-            raise _failure(error) from error
-
-    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
-        """See `Driver.sleep`; blocks the loop."""
-        try:
-            self._backend.sleep(state, level)
-        except Exception as error:
-            raise _failure(error) from error
+    def reject(self, chunk: Chunk, error: SeerError) -> None:
+        """See `Driver.reject`."""
+        self._sink.rejected(chunk, error)
 
     async def run(self) -> None:
         """See `Driver.run`."""
@@ -211,17 +215,21 @@ class InlineDriver:
 _Event = BackendInfo | StepOutput | tuple[Chunk, SeerError] | EngineError
 
 
-class ThreadDriver:
+class ThreadDriver(Driver):
     """Steps on a dedicated thread: for backends that compute."""
 
     def __init__(self, backend: Backend, sink: Sink) -> None:
-        self.stats = InstanceStats()
-        self._backend = backend
-        self._sink = sink
+        super().__init__(backend, sink)
+        self._stats = InstanceStats()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stopping = self._hangs = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> InstanceStats:
+        """See `Driver.stats`."""
+        return self._stats
 
     async def start(self, seconds: float) -> BackendInfo:
         """See `Driver.start`."""
@@ -238,50 +246,19 @@ class ThreadDriver:
             return event
         raise event if isinstance(event, EngineError) else EngineError(f"unexpected {event!r}")
 
-    def add(self, chunk: Chunk) -> None:
-        """See `Driver.add`."""
-        self._commands.put(lambda: self._add(chunk))
+    def tell(self, work: Callable[[], None]) -> None:
+        """See `Driver.tell`."""
+        self._commands.put(work)
 
-    def drop(self, request_id: str, attempt: int) -> None:
-        """See `Driver.drop`."""
-        self._commands.put(lambda: self._backend.drop(request_id, attempt))
-
-    def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """See `Driver.feed`."""
-        self._commands.put(lambda: self._backend.feed(deltas))
-
-    def forget(self, group_ids: Iterable[str]) -> None:
-        """See `Driver.forget`."""
-        self._commands.put(lambda: self._backend.forget(group_ids))
-
-    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
-        """See `Driver.load_weights`."""
-        await self._call(lambda: self._backend.load_weights(folder, digest, base))
-
-    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
-        """See `Driver.receive_weights`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._call(lambda: self._backend.receive_weights(folder, engine, digest))
-        except TimeoutError as error:
-            self.give_up()
-            limit = f"engine.in_place_seconds = {seconds:g}"
-            why = f"weights in place did not arrive within {limit}: this engine ends, and starts again"
-            raise EngineBroken(why) from error
-
-    async def bind_weights(self, digest: str) -> None:
-        """See `Driver.bind_weights`."""
-        await self._call(lambda: self._backend.bind_weights(digest))
-
-    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
-        """See `Driver.sleep`."""
-        await self._call(lambda: self._backend.sleep(state, level))
-
-    async def _call(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread, between two steps. Raises `EngineError` when it fails."""
+    async def call(self, work: Callable[[], None]) -> None:
+        """See `Driver.call`."""
         done: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(lambda: self._run_call(work, done))
+        self.tell(lambda: self._run_call(work, done))
         await done
+
+    def reject(self, chunk: Chunk, error: SeerError) -> None:
+        """See `Driver.reject`."""
+        self._emit((chunk, error))
 
     async def run(self) -> None:
         """See `Driver.run`."""
@@ -306,7 +283,7 @@ class ThreadDriver:
         if self._hangs:
             end_process()
         if self._thread.is_alive():
-            self._commands.put(self._stop)
+            self.tell(self._stop)
             await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     # --- on the backend's thread ---------------------------------------------------------
@@ -319,7 +296,7 @@ class ThreadDriver:
                 self._run_commands()
                 if self._backend.has_work():
                     self._emit(self._backend.step())
-                self.stats = self._backend.stats()
+                self._stats = self._backend.stats()
         except Exception as error:  # noqa: BLE001 - whatever it is, `run` must raise it
             self._emit(_failure(error))
         finally:
@@ -336,12 +313,6 @@ class ThreadDriver:
 
     def _stop(self) -> None:
         self._stopping = True
-
-    def _add(self, chunk: Chunk) -> None:
-        try:
-            self._backend.add(chunk)
-        except SeerError as error:
-            self._emit((chunk, error))
 
     def _run_call(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
         problem: EngineError | None = None

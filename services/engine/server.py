@@ -33,25 +33,24 @@ from seer.common.errors import (
     Unsampleable,
 )
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.node import node_id
 from seer.common.net.transport.base import Transport
-from seer.common.pool import port_environment
+from seer.common.pool_metrics import port_environment
 from seer.common.process.log import get_logger
-from seer.services.dgds.client import DgdsClient
+from seer.services.dgds.client import FLUSH_SECONDS, DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
+from seer.services.engine.best_speed import Pace
 from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.media import EngineMedia
-from seer.services.engine.nodes.agreement import Meeting, check_nodes, meeting
 from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
-from seer.services.engine.pace import Pace
+from seer.services.engine.nodes.same_settings import Meeting, check_nodes, meeting
 from seer.services.engine.replay.backend import ReplayBackend
-from seer.services.engine.weights.copy_server import OFF
-from seer.services.engine.weights.fetcher import Peers
+from seer.services.engine.weights.holders import OFF, Peers
 from seer.services.engine.weights.updater import Answer, WeightUpdater
 
 JOIN_SECONDS = 120.0
@@ -59,6 +58,9 @@ JOIN_SECONDS = 120.0
 
 RETRY_SECONDS = 1.0
 """Pause before a message that the buffer did not take is sent again."""
+
+STATUS_SECONDS = 1.0
+"""Interval of status reports: neither schedules nor operators need newer ones."""
 
 LEAVE_SECONDS = 2.0
 """Longest wait to hand back results and say goodbye, to the buffer and to the dgds each."""
@@ -117,7 +119,7 @@ class EngineServer:
         self._uses_dgds = config.drafts.source in ("grouped", "late")
         drafts = settings.backend != "replay"
         self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
-        self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
+        self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
         self._pace = Pace()
         self.running: dict[str, RunningChunk] = {}
         self._held: dict[str, wire.RunChunk] = {}  # those of them that wait for media
@@ -160,8 +162,8 @@ class EngineServer:
         try:
             await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
-            self._weights_endpoint = await self._peers.server.start(
-                self._transport, self._copies_at(), self._endpoint, own_public(self._security)
+            self._weights_endpoint = await self._peers.start(
+                self._copies_at(), self._endpoint, own_public(self._security)
             )
             await self._buffer.send(self._registration())
         except BaseException:
@@ -180,7 +182,7 @@ class EngineServer:
                         self._report(),
                         self._media.run(),
                         self._updater.run(),
-                        self._peers.server.run(),
+                        self._peers.run(),
                         self._driver.run(),
                         self.dgds.run(),
                         self._fetch_draft_tokens(),
@@ -293,7 +295,7 @@ class EngineServer:
         """Feed the draft trees of groups that run here with what their other responses got elsewhere."""
         groups = self._draft_groups
         while groups is not None:
-            await self._clock.sleep(self._settings.flush_seconds)
+            await self._clock.sleep(FLUSH_SECONDS)
             if gone := groups.evict():
                 self.dgds.forget(gone)
                 self._driver.forget(gone)
@@ -434,19 +436,16 @@ class EngineServer:
             versions=self._info.versions,
             weights_digest=known.digest,
             weights_source=known.source,
-            asleep=bool(sleeping),
-            turns=True,
             node=node_id(),
             weights_endpoint=self._weights_endpoint,
             sleeping=sleeping.tags,
-            sleep_levels=True,
             dropped_version=dropped.version if dropped is not None else -1,
             wish=self._updater.wish,
         )
 
     async def _report(self) -> None:
         while True:
-            await self._clock.sleep(self._settings.status_seconds)
+            await self._clock.sleep(STATUS_SECONDS)
             self._status_due = True
             self._media.tick()
             self._wake()
@@ -467,7 +466,7 @@ class EngineServer:
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without saying goodbye to the buffer", error=str(error))
         self._buffer.close()
-        self._peers.server.close()
+        self._peers.close()
         await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
         if self._nodes is not None:

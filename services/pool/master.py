@@ -15,9 +15,9 @@ from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
-from seer.common.pool import ask_master, port_environment
+from seer.common.pool_metrics import ask_master, port_environment
 from seer.common.process.log import get_logger
-from seer.services.pool.program import Program, first_ended
+from seer.services.pool.child_program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, listen_address, master_program
 from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
 
@@ -74,7 +74,7 @@ class PoolMaster:
             await self._program.kill()
 
     def drain(self) -> None:
-        """Stop the master; the pool's contents are lost with it."""
+        """Stop the master; the pool's contents are lost with the master."""
         self._drained.set()
 
     def _flags(self, rpc: tuple[str, int], http: tuple[str, int]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from seer.common.clock import Clock
 from seer.common.errors import SeerError
-from seer.common.pool import ANSWER_SECONDS
+from seer.common.pool_metrics import ANSWER_SECONDS
 from seer.common.process.log import get_logger
 
 PROBE_SECONDS = 2.0
@@ -50,7 +50,7 @@ class Watchdog:
 async def supervise(
     what: str, restart: Callable[[], Awaitable[None]], lost: Callable[[], Awaitable[str]], clock: Clock
 ) -> NoReturn:
-    """Restart it whenever it is lost. `lost` waits until then and returns why; `restart` may fail."""
+    """Restart a process after each loss. `lost` waits for the loss and returns why; `restart` may fail."""
     log = get_logger()
     pause = FIRST_SECONDS
     while True:

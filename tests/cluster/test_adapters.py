@@ -8,12 +8,11 @@ from cluster_harness import Cluster, roll, running
 from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
-from seer.client import LoraAdapter, SeerError, WeightsRefused
+from seer.client import LoraAdapter, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
-from seer.common.net import hub
 from seer.common.weights.digest import digest_of_folder
-from seer.services.engine.weights import fetcher
+from seer.services.engine.weights.holders import Buffer
 
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
 
@@ -48,7 +47,7 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
+        monkeypatch.setattr(Buffer, "here", staticmethod(lambda state: False))
 
 
 @virtual
@@ -93,23 +92,6 @@ async def test_a_refused_adapter_changes_nothing(model):
             await client.update_weights(1, adapter(np.nan, model))
         assert await roll(client) == expected
         assert (await client.status()).quarantined == {}
-
-
-@virtual
-async def test_what_is_too_old_for_adapters_refuses_them_by_name(model, monkeypatch):
-    monkeypatch.setattr(hub, "MINOR", 1)
-    async with running(engines=1) as cluster, cluster.client() as client:
-        with pytest.raises(SeerError, match=r"speaks protocol 2\.1: adapters need 2\.2"):
-            await client.update_weights(1, adapter(1.0, model))
-    # What an engine of an earlier release does with a source that it does not know: it reads a folder.
-    monkeypatch.setattr(fetcher, "is_adapter", lambda source: False)
-    monkeypatch.setattr(fetcher, "inner_source", lambda source: source)
-    for module in ("checker", "updater"):
-        monkeypatch.setattr(f"seer.services.engine.weights.{module}.is_adapter", lambda source: False)
-    monkeypatch.setattr(hub, "MINOR", 2)
-    async with running(engines=1) as cluster, cluster.client() as client:
-        with pytest.raises(WeightsRefused, match=r"e0: source = 'lora:.*has no weights"):
-            await client.update_weights(1, adapter(1.0, model))
 
 
 @virtual

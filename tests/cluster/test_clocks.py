@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from cluster_harness import PROMPTS, running
+from memory_transport import MemoryTransport
 from virtual_time import PROCESS, eventually, virtual
 
 from seer.client import RolloutClient, SamplingParams
@@ -11,7 +12,6 @@ from seer.common import ids
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig
 from seer.common.errors import SeerError
-from seer.common.net.transport.memory import MemoryTransport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.services.buffer import server as buffer
 from seer.services.engine import server as engine

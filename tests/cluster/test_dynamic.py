@@ -21,10 +21,10 @@ from seer.client import (
     SamplingParams,
     Scores,
 )
-from seer.common.config import BufferConfig, EngineConfig
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 
 SAMPLING = SamplingParams(max_tokens=200)
-SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 SCHEDULES = (
     {"engines": 1, "buffer": BufferConfig(policy="static")},
     {"engines": 3, "buffer": BufferConfig(policy="migrate", chunk_size=8)},
@@ -244,18 +244,3 @@ async def test_one_version_of_weights(tmp_path):
         await client.update_weights(1, tmp_path)
         with pytest.raises(RolloutFailed, match="from version 0 to 1 during one sampling"):
             await sampled.result()
-
-
-@virtual
-async def test_rewards_are_hidden_behind_the_rollout():
-    async def reward(group):
-        await asyncio.sleep(0.5)
-        return parity(group)
-
-    async with running(engines=1, engine=SLOW) as cluster, cluster.client() as client:
-        rollout = await client.submit(list(itertools.islice(stream(), 24)), n=2, sampling=SAMPLING)
-        async with Scores(rollout, reward) as scores:
-            assert len(await scores.result()) == 24
-    assert scores.metrics.seconds == pytest.approx(12)
-    assert scores.metrics.overlap > 0.8
-    assert scores.metrics.after_seconds <= 0.5

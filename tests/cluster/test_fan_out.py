@@ -12,13 +12,13 @@ from virtual_time import PROCESS, eventually, virtual
 
 from seer.client import WeightsRefused, weight_update
 from seer.client.tensor_stream import TensorStream
-from seer.common import wire
+from seer.common import blobs, wire
+from seer.common.blobs import checksum
 from seer.common.config import EngineConfig
 from seer.common.errors import InvalidField
-from seer.common.weights.digest import checksum
 from seer.services.buffer import conductor
 from seer.services.engine import server as engine_server
-from seer.services.engine.weights import copies, fetcher, holders
+from seer.services.engine.weights import holders
 
 PARTS, PART_BYTES = 24, 1024
 
@@ -43,7 +43,7 @@ class Nodes(Cluster):
         if name == "buffer":
             self._count(name, server._engines.hub)
         elif name.startswith("e"):
-            self._count(name, server._peers.server._hub)
+            self._count(name, server._peers._hub)
 
     def _count(self, name, hub):
         reply = hub.reply
@@ -61,8 +61,7 @@ class Nodes(Cluster):
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch):
     """No engine is on the buffer's machine; which nodes engines are on is the process's own business."""
-    monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
-    monkeypatch.setattr(holders, "on_this_machine", lambda state: False)
+    monkeypatch.setattr(blobs.Asked, "here", staticmethod(lambda state: False))
     for module in (wire, weight_update):  # small parts: a stream of 24 is enough
         monkeypatch.setattr(module, "SPOOL_BYTES", PART_BYTES)
     monkeypatch.setattr(conductor, "node_id", lambda: "buffer's")
@@ -106,7 +105,7 @@ async def test_the_buffer_sends_a_stream_twice_whatever_the_number_of_nodes(monk
 
 @virtual
 async def test_engines_of_one_node_take_one_copy(monkeypatch):
-    monkeypatch.setattr(holders, "on_this_machine", lambda state: "seer-weights" in state.folder)
+    monkeypatch.setattr(holders.Holder, "here", staticmethod(lambda state: "seer-weights" in state.folder))
     nodes = dict.fromkeys(("e0", "e1", "e2"), "n0")
     async with running(monkeypatch, nodes) as cluster, cluster.client() as client:
         live = await client.update_weights(1, tensors(1.0))
@@ -119,29 +118,27 @@ async def test_engines_of_one_node_take_one_copy(monkeypatch):
 @pytest.mark.parametrize("what", ["dies", "hangs", "sends damaged parts", "sends other bytes"])
 async def test_a_holder_that_fails_is_replaced(monkeypatch, what):
     async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
-        server = cluster.services["e0"]._peers.server
-        before = server._read
+        readers = cluster.services["e0"]._peers.readers
+        before = readers._read
         reads, broken = 0, asyncio.Event()
 
-        async def failing(hub, copy, key):
+        async def failing(reply, address, copy, offset):
             nonlocal reads
             reads += 1
             if reads <= 5:
-                await before(hub, copy, key)
+                await before(reply, address, copy, offset)
             elif what == "sends damaged parts":
-                part = await copy.part(key[1])
-                server._reads.discard(key)
-                await hub.reply(key[0], replace(part, checksum=part.checksum ^ 1))
+                part = await copy.part(offset, asyncio.Semaphore())
+                await reply(address, replace(part, checksum=part.checksum ^ 1))
             elif what == "sends other bytes":
-                part = await copy.part(key[1])
+                part = await copy.part(offset, asyncio.Semaphore())
                 part.data = part.data.copy()
                 part.data[-4:] = 7
-                server._reads.discard(key)
-                await hub.reply(key[0], replace(part, checksum=checksum(part.data)))
+                await reply(address, replace(part, checksum=checksum(part.data)))
             else:
                 broken.set()
 
-        server._read = failing
+        readers._read = failing
         update = asyncio.create_task(client.update_weights(1, tensors(1.0)))
         if what in ("dies", "hangs"):
             await broken.wait()
@@ -224,7 +221,6 @@ async def test_a_holder_out_of_reach_costs_one_update_some_seconds_and_the_next_
             seconds.append(loop.time() - began)
         assert seconds[0] >= holders.HOLDER_SECONDS
         assert seconds[1] < 1.0
-        assert copies.GONE
 
 
 @virtual
@@ -234,12 +230,13 @@ async def test_a_stream_that_is_no_more_is_not_awaited_from_a_holder_that_never_
         await client.update_weights(2, tensors(2.0))
         source = cluster.services["e0"]._updater.live.source.replace("v2", "v0")
         stage = cluster.services["e2"]._updater.fetcher
-        receive = stage._state
+        state = holders.Buffer.state
 
-        async def as_it_was(name):
-            stage._state = receive
-            return wire.SpoolState(name=name, size=100, have=0)
+        async def as_it_was(buffer):
+            monkeypatch.setattr(holders.Buffer, "state", state)
+            buffer.size = 100
+            return wire.SpoolState(name=buffer.name, size=100, have=0)
 
-        stage._state = as_it_was
+        monkeypatch.setattr(holders.Buffer, "state", as_it_was)
         with pytest.raises(InvalidField, match="is not in this buffer's spool"):
             await stage.folder(source, [cluster.services["e0"]._weights_endpoint])

@@ -20,7 +20,7 @@ from seer.common.errors import InvalidField
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
 from seer.common.types import MAX_MEDIUM_BYTES
-from seer.services.buffer.store import Store
+from seer.services.buffer.response_store import Store
 from seer.services.engine.replay.backend import media_salt
 
 SAMPLING = SamplingParams(max_tokens=90, ignore_eos=True)
@@ -272,19 +272,3 @@ async def test_prompts_that_are_cancelled_while_they_wait_leave_nothing(monkeypa
         await eventually(lambda: not buffer.machine.groups)
         assert not buffer._media.machine._groups
         assert not buffer._media.machine._waiting
-
-
-@virtual
-async def test_an_older_buffer_is_sent_no_image():
-    async with running(1) as cluster, cluster.client() as client:
-        client._channel.peer = OLD
-        rollout = await client.submit(PROMPTS[:1], n=1, sampling=SAMPLING)
-        with pytest.raises(RolloutFailed, match=r"speaks protocol 2\.5: images need 2\.6"):
-            await rollout.result()
-        asked = client.open_rollout().submit(PROMPTS[0], sampling=SAMPLING)
-        with pytest.raises(RolloutFailed, match=r"images need 2\.6"):
-            await asked.result()
-        assert not cluster.services["buffer"].machine.groups
-
-
-OLD = wire.Welcome(major=2, minor=5, schema_hash="", name="buffer", incarnation=1)

@@ -8,10 +8,10 @@ from cluster_harness import folder, running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
-from seer.common.config import BufferConfig, EngineConfig
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
-SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16, replay_mean_tokens=300)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16, replay=ReplayConfig(mean_tokens=300))
 
 
 @dataclass

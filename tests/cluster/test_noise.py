@@ -12,7 +12,6 @@ from seer.client.dynamic import DynamicSampling
 from seer.client.turns import PrefixTrajectories
 from seer.common import ids
 from seer.common.ids import request_key
-from seer.gateway.group_names import GroupNames, request_hashes
 from seer.integrations.skyrl.sessions import Sessions
 from seer.integrations.submissions import Keys, generate
 from seer.integrations.verl.groups import Copies, GroupKey, Request
@@ -89,7 +88,6 @@ async def verl(client, step):
 DOORS = [
     submit, submit_by_step, open_rollout, trajectories, whole_contexts, dynamic_sampling, skyrl, verl,
 ]  # fmt: skip
-NUMBERED = (submit_by_step, skyrl, verl)
 
 
 @pytest.fixture
@@ -147,12 +145,3 @@ async def test_a_buffer_that_is_killed_changes_no_key(door, keys):
         await cluster.start("buffer")
         await asked
     assert keys == expected
-
-
-def test_requests_over_http_differ_unless_a_seed_or_an_id_says_that_they_are_the_same():
-    asked = request_hashes([[1, 2]], SAMPLING)
-    lives = [GroupNames(), GroupNames()]
-    samples = [names.places(asked, None, "")[0] for names in lives for _ in range(2)]
-    assert len(set(samples)) == 4
-    for seed, request_id in ((5, ""), (None, "retried")):
-        assert len({names.places(asked, seed, request_id)[0] for names in lives for _ in range(2)}) == 1

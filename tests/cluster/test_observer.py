@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from cluster_harness import PROMPTS, folder, roll, running
+from memory_transport import MemoryTransport
 from virtual_time import virtual
 
 from seer.client import SamplingParams
@@ -11,7 +12,6 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig
 from seer.common.errors import Unreachable
-from seer.common.net.transport.memory import MemoryTransport
 from seer.observe.observer import Observer
 from seer.services.buffer.status import LAG_WINDOW_SECONDS, LoopLag
 

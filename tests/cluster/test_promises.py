@@ -7,14 +7,15 @@ import contextvars
 import pytest
 from cluster_harness import PROMPTS, folder, running
 from invariants import check
+from memory_transport import MemoryTransport
 from virtual_time import PROCESS, eventually, virtual
 
 from seer.client import DeadlineExceeded, RequestRefused, SamplingParams
-from seer.common.config import BufferConfig, EngineConfig
-from seer.common.net.transport.memory import MemoryTransport
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
+from seer.services.buffer import server as buffer_server
 from seer.services.buffer.requests import deliveries
 
-SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.1)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.1))
 SAMPLING = SamplingParams(max_tokens=100)
 
 
@@ -61,10 +62,13 @@ async def test_a_buffer_that_stood_still_loses_no_engine_and_no_prompt(seconds):
 
 @virtual
 @pytest.mark.parametrize("seconds", [25.0, 45.0, 90.0])
-async def test_an_engine_that_stood_still_registers_once_and_costs_no_attempt(seconds):
+async def test_an_engine_that_stood_still_registers_once_and_costs_no_attempt(seconds, monkeypatch):
     expected = await undisturbed()
-    one = BufferConfig(chunk_size=32, max_attempts=1)
-    async with running(engine=SLOW, buffer=one) as cluster, cluster.client() as client:
+    monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 1)
+    async with (
+        running(engine=SLOW, buffer=BufferConfig(chunk_size=32)) as cluster,
+        cluster.client() as client,
+    ):
         registered = joins(cluster)
         rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
         await asyncio.sleep(2.0)

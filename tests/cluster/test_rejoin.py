@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 from cluster_harness import SERVERS, Cluster, engine_make, roll
 from lag import LaggedTransport
+from memory_transport import MemoryTransport
 from virtual_time import PROCESS, virtual
 
 from seer.common import ids, wire
 from seer.common.clock import LoopClock
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
-from seer.common.net.transport.memory import MemoryTransport
+from seer.common.net.identity import Identity
 
 
 class Stopping(Cluster):

@@ -15,7 +15,7 @@ from seer.common.config import BufferConfig
 from seer.common.policy.tail import tail_seconds
 from seer.report.command import write_reports
 from seer.report.log_files import read_timeline
-from seer.report.timeline import End, SpanKind
+from seer.report.records import End, SpanKind
 from seer.report.view import RolloutView, choose_rollout, lay_out
 from seer.services.buffer.log import writer
 

@@ -5,18 +5,16 @@ import contextlib
 
 import pytest
 from cluster_harness import folder, roll, running
-from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
 from seer.client import InvalidField, SeerError, WeightsRefused
 from seer.common import wire
-from seer.common.config import BufferConfig, EngineConfig, SharedConfig
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig, SharedConfig
 from seer.common.sleep import SleepState
-from seer.services.engine.server import EngineServer
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 
-SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 
 
 def sleepers(cluster):
@@ -380,27 +378,7 @@ async def test_two_trainers_ask_for_different_sleep(tmp_path):
 
 
 @virtual
-async def test_an_engine_of_an_earlier_release_is_named(monkeypatch):
-    real = EngineServer._registration
-
-    def earlier(self):
-        return replace(real(self), sleep_levels=False, sleeping=[])
-
-    async with running(engines=1) as cluster, cluster.client() as client:
-        monkeypatch.setattr(EngineServer, "_registration", earlier)
-        await cluster.start("e1")
-        await eventually(lambda: len(cluster.services["buffer"].weights.known) == 2)
-        with pytest.raises(SeerError, match="level = 2: engine e1 is of an earlier release"):
-            await client.sleep(level=2)
-        await client.sleep()
-        with pytest.raises(SeerError, match=r"tags.*engine e1 is of an earlier release"):
-            await client.wake(tags=["weights"])
-        await client.wake()
-        assert not sleepers(cluster)
-
-
-@virtual
-async def test_bad_levels_and_tags_and_buffers_of_an_earlier_release_are_refused_by_name():
+async def test_bad_levels_and_tags_are_refused_by_name():
     async with running(engines=1) as cluster, cluster.client() as client:
         for level in (0, 3, "2"):
             with pytest.raises(InvalidField, match="level"):
@@ -408,10 +386,4 @@ async def test_bad_levels_and_tags_and_buffers_of_an_earlier_release_are_refused
         for tags in ([], ["kv"], ["weights", "kv"]):
             with pytest.raises(InvalidField, match="tags"):
                 await client.wake(tags=tags)
-        client._channel.peer = replace(client._channel.peer, minor=3)
-        for call in (client.sleep(level=2), client.wake(tags=["weights"])):
-            with pytest.raises(SeerError, match=r"protocol 2\.3: levels and tags need 2\.4"):
-                await call
-        await client.sleep()
-        await client.wake()
         assert not sleepers(cluster)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from cluster_harness import folder, running
 from invariants import check
+from memory_transport import MemoryTransport
 from virtual_time import eventually, virtual
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
 from seer.common.config import BufferConfig
-from seer.common.net.transport.memory import MemoryTransport
 from seer.common.types import TurnSpec
 
 SAMPLING = SamplingParams(max_tokens=24)
@@ -257,66 +257,6 @@ async def test_aborted_ones_fail_by_name(tmp_path):
 
 
 @virtual
-async def test_a_failure_is_its_trajectorys_alone():
-    expected = await resent()
-    async with running() as cluster, cluster.client() as client:
-
-        async def fragile(trajectory):
-            if (trajectory.prompt_id, trajectory.index) == ("p1", 2):
-                await trajectory.generate()
-                raise ConnectionError("the sandbox is gone")
-            return await agent(trajectory)
-
-        groups = {group.prompt_id: group for group in await rolled(client, fragile)}
-        failed = groups["p1"].trajectories[2]
-        assert isinstance(failed, TrajectoryFailed)
-        assert "the sandbox is gone" in str(failed)
-        assert isinstance(failed.__cause__, ConnectionError)
-        whole = [each for group in groups.values() for each in group.trajectories if each is not failed]
-        assert {(each.prompt_id, each.index): each.token_ids.tolist() for each in whole} == {
-            key: tokens for key, (tokens, _, _) in expected.items() if key != ("p1", 2)
-        }
-        await eventually(lambda: not away(cluster))
-
-
-@virtual
-async def test_at_most_so_many_agents_are_under_way():
-    async with running() as cluster, cluster.client() as client:
-        under_way, most = 0, 0
-
-        async def counted(trajectory):
-            nonlocal under_way, most
-            under_way += 1
-            most = max(most, under_way)
-            await asyncio.sleep(1.0)
-            under_way -= 1
-            return await agent(trajectory)
-
-        await rolled(client, counted, max_open=5)
-        assert most == 5
-
-
-@virtual
-async def test_what_is_left_early_leaves_nothing():
-    async with running() as cluster, cluster.client() as client:
-
-        async def endless(trajectory):
-            while True:
-                await trajectory.generate()
-                await asyncio.sleep(1.0)
-
-        async with client.trajectories(
-            PROMPTS, n=2, sampling=SAMPLING, max_context=4000, idle_seconds=5000.0
-        ) as rollout:
-            groups = rollout.run(endless)
-            task = asyncio.create_task(anext(groups))
-            await asyncio.sleep(10.0)
-            task.cancel()
-        await eventually(lambda: cluster.services["buffer"].machine.idle)
-        assert not client._active
-
-
-@virtual
 async def test_a_trainer_that_is_started_again_asks_no_environment_twice(tmp_path):
     expected = await resent()
     calls = []
@@ -354,27 +294,6 @@ async def test_a_trainer_that_is_started_again_asks_no_environment_twice(tmp_pat
         async with cluster.client() as client:
             assert found_in(await rolled(client, paced(0.1), journal=path)) == expected
         assert len(calls) == 36
-
-
-@virtual
-async def test_a_journal_of_other_weights_is_refused_by_name(tmp_path):
-    path = tmp_path / "journal"
-
-    async def journaled(trajectory):
-        done = await trajectory.generate()
-
-        async def environment(call_id):
-            return tool(done.token_ids, 0)
-
-        trajectory.append(await trajectory.once(environment))
-
-    async with running() as cluster, cluster.client() as client:
-        await rolled(client, journaled, journal=path)
-        await client.update_weights(1, folder(tmp_path, 1))
-        failed = [
-            each for group in await rolled(client, journaled, journal=path) for each in group.trajectories
-        ]
-        assert all("cannot be used again" in str(each) for each in failed)
 
 
 @virtual
@@ -416,25 +335,6 @@ async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
         sessions.end("p0-0")
         assert await loop(PROMPTS[0], 0, rewrites=True) == once
         await eventually(lambda: len(away(cluster)) == 1)
-
-
-@virtual
-async def test_nothing_waits_for_what_no_prompt_can_go_on_with():
-    async with running(engines=2) as cluster, cluster.client() as client:
-        sessions = PrefixTrajectories(client.open_rollout(), max_sessions=2)
-
-        def ask(session):
-            prompt = np.array([1, 2, 3], np.int32)
-            return sessions.generate(session, prompt, SAMPLING, group="g", index=int(session))
-
-        await asyncio.gather(ask("0"), ask("0"), ask("0"))
-        await eventually(lambda: len(away(cluster)) == 1)
-        late = asyncio.create_task(ask("1"))
-        await asyncio.sleep(0)
-        sessions.end("0")
-        sessions.end("1")
-        await late
-        await eventually(lambda: not away(cluster))
 
 
 @virtual

@@ -11,7 +11,7 @@ from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.services.engine.weights import copies, fetcher
+from seer.services.engine.weights.holders import Buffer, Copy
 
 LARGE = (
     wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
@@ -25,7 +25,7 @@ def tensors(fill, size=6):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
+        monkeypatch.setattr(Buffer, "here", staticmethod(lambda state: False))
     return request.param
 
 
@@ -75,7 +75,7 @@ async def test_what_is_not_needed_any_more_is_deleted():
 
 @virtual
 async def test_damage_is_sent_again(monkeypatch, machines):
-    monkeypatch.setattr(copies, "write_part", _damaging(copies.write_part))
+    monkeypatch.setattr(Copy, "write", _damaging(Copy.write))
     sent = []
     async with running(engines=2) as cluster, cluster.client() as client:
         put = cluster.services["buffer"]._spool.put
@@ -98,10 +98,10 @@ async def test_damage_is_sent_again(monkeypatch, machines):
 def _damaging(write):
     count = 0
 
-    def damaged(opened, part):
+    async def damaged(copy, part):
         nonlocal count
         count += 1
-        return count % 4 != 0 and write(opened, part)
+        return count % 4 != 0 and await write(copy, part)
 
     return damaged
 
@@ -176,7 +176,7 @@ async def test_a_stream_that_does_not_fit_is_refused(monkeypatch):
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)
         usage = type("usage", (), {"free": 10})
-        monkeypatch.setattr("seer.services.buffer.weights.spool_folder.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("seer.common.blobs.shutil.disk_usage", lambda path: usage)
         with pytest.raises(WeightsRefused, match=r"do not fit .*set buffer\.spool"):
             await client.update_weights(1, tensors(1.0))
         assert await roll(client) == expected

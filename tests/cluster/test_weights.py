@@ -8,10 +8,10 @@ from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
 
 from seer.client import RequestRefused, RolloutCancelled, WeightsRefused
-from seer.common.config import EngineConfig
+from seer.common.config import EngineConfig, ReplayConfig
 from seer.common.errors import EngineError
 
-SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 
 
 @virtual

@@ -31,7 +31,8 @@ TOML = """
 chunk_size = 64
 [engine]
 backend = "replay"
-replay_step_seconds = 0.02
+[engine.replay]
+step_seconds = 0.02
 """
 ROLLOUT = (
     'exec {seer} rollout {folder}/prompts.jsonl --connect "$SEER_ENDPOINTS__TRAINERS" --out {out} '

@@ -31,8 +31,8 @@ from seer.local.system import LocalSystem
 from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm import self_test
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.forced_text import logits_by_ways
 from seer.services.engine.vllm.images import Images
+from seer.services.engine.vllm.logit_spread import logits_by_ways
 
 pytestmark = pytest.mark.vllm
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from shared_engines import SharedEngines, until_generated
 
 from seer.client import RolloutClient, SamplingParams
-from seer.common.pool import ask_master
+from seer.common.pool_metrics import ask_master
 from seer.common.types import InstanceStats
 from seer.local.system import LocalSystem
 
@@ -93,7 +93,7 @@ async def undisturbed(pair: SharedEngines, numbers: list[int], weights: Path | N
 def engines() -> Iterator[SharedEngines]:
     settings = {
         "engine.max_model_len": 400, "engine.kv_blocks": 300, "engine.max_num_seqs": 16,
-        "pool.kind": "mooncake", "pool.pull_tokens": 0, "pool.dram_gib": 0.25, "pool.call_seconds": 1,
+        "pool.kind": "mooncake", "pool.pull_tokens": 0, "pool.dram_gib": 0.25,
         "pool.lease_seconds": 1,
     }  # fmt: skip
     shared = SharedEngines(MODEL, 2, *(f"{key}={value}" for key, value in settings.items()))

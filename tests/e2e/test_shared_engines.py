@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from shared_engines import SharedEngines
 
 from seer.client import RolloutClient, SamplingParams
-from seer.common.config import EngineConfig
 from seer.common.types import InstanceStats
 from seer.common.wire import Status
+from seer.services.engine.server import STATUS_SECONDS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 PROMPTS = [[10 + i] * 70 for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
-SETTLED_SECONDS = 3 * EngineConfig().status_seconds
+SETTLED_SECONDS = 3 * STATUS_SECONDS
 
 
 def computed(status: Status) -> int:

@@ -27,7 +27,7 @@ pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", e
 from tokenizers import Tokenizer
 from turn_engines import EngineProcess
 
-from seer.client.sync import LoopThread
+from seer.client.loop_thread import LoopThread
 from seer.common.config import PoolConfig, load
 from seer.common.types import SamplingParams
 from seer.local.system import LocalSystem
@@ -195,9 +195,9 @@ def right_drafts(known: Sequence[Trajectory]) -> DraftScript:
 def engines_with_pool(profiles: Path, *, ahead: bool = False) -> Iterator[Engines]:
     settings = {
         "shared.model": MODEL, "engine.backend": "replay", "pool.kind": "mooncake", "pool.pull_tokens": 0,
-        "pool.dram_gib": 0.25, "pool.call_seconds": 20, "pool.lease_seconds": 1,
+        "pool.dram_gib": 0.25, "pool.lease_seconds": 1,
     }  # fmt: skip
-    thread = LoopThread()
+    thread = LoopThread().start()
     system = LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), 1)
     thread.call(system.__aenter__())  # for its pool alone
     started = Engines(system.config.pool, profiles, ahead)

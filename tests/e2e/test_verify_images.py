@@ -50,7 +50,7 @@ def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, st
     ],
 )
 def test_verify_takes_prompts_with_images_and_finds_a_planted_fault(model, tmp_path, turns, cells):
-    replay = ("--backend", "replay", "--set", "engine.replay_step_seconds=0.0005")
+    replay = ("--backend", "replay", "--set", "engine.replay.step_seconds=0.0005")
     size = ("-n", 4, "--max-tokens", 128, "--min-tokens", 500, "--matrix", cells)
     code, report, text = verified(model, tmp_path, *replay, *size, *turns, "--plant-fault")
     assert code == 1

@@ -383,7 +383,7 @@ _PLANTS: dict[str, tuple[Callable[..., None], ...]] = {
     ),
     "seer.services.engine.replay.backend": (functools.partial(_plant_in_backend, cls="ReplayBackend"),),
     "seer.services.engine.vllm.sampling.rows": (_plant_in_rows,),
-    "seer.services.engine.vllm.kv_pool.copies": (_plant_in_copies,),
+    "seer.services.engine.vllm.kv_pool.block_copies": (_plant_in_copies,),
 }
 
 

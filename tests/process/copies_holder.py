@@ -10,11 +10,11 @@ import sys
 import numpy as np
 
 from seer.common import wire
-from seer.common.net.handshake import Identity
+from seer.common.blobs import checksum
+from seer.common.clock import LoopClock
+from seer.common.net.identity import Identity
 from seer.common.net.transport.zmq import ZmqTransport
-from seer.common.weights.digest import checksum
-from seer.services.engine.weights.copies import StreamCopy
-from seer.services.engine.weights.copy_server import CopyServer
+from seer.services.engine.weights.holders import Copy, Peers
 
 NAME = "v1"
 PARTS = 8
@@ -27,10 +27,11 @@ def part(number: int) -> wire.SpoolData:
 
 
 async def serve() -> None:
-    server = CopyServer(Identity(role="engine", name="holder", incarnation=1, config_hash="same"))
-    endpoint = await server.start(ZmqTransport(), "tcp://127.0.0.1:0", "")
-    copy = StreamCopy(NAME, PARTS * wire.SPOOL_BYTES)
-    copy.begin()
+    me = Identity(role="engine", name="holder", incarnation=1, config_hash="same")
+    server = Peers(ZmqTransport(), me, LoopClock())
+    endpoint = await server.start("tcp://127.0.0.1:0", "")
+    copy = Copy(NAME, PARTS * wire.SPOOL_BYTES)
+    copy.begin("")
     for number in range(PARTS // 2):
         assert await copy.write(part(number))
     server.offer(copy)

@@ -18,9 +18,9 @@ import zmq
 from log_lives import Life
 from process.file_mutations import BINARY, JSON, TEXT, Mutation, changed, some_bytes
 
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.client.text import load_tokenizer
-from seer.client.turns.journal import Journal as Answers
+from seer.client.turns.turn_journal import Journal as Answers
 from seer.common import config as configuration
 from seer.common.errors import SeerError
 from seer.common.net.keys import Peers, read_public, read_secret
@@ -29,7 +29,7 @@ from seer.common.weights.lora import read_config
 from seer.common.weights.safetensors import metadata, stored
 from seer.gateway.picture_processor import model_of
 from seer.rollout.files import model_facts, read_prompts
-from seer.rollout.journal import Journal
+from seer.rollout.rollout_journal import Journal
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import chunk_file, replay, segments
 from seer.services.buffer.log.kept import KeptChunks, SoFar
@@ -265,7 +265,7 @@ def _chunks(file: Path) -> set[tuple[str, int, int, bytes]]:
     _, groups, _ = chunk_file.read_groups(file)
     found = set()
     for name, group in groups.items():
-        for index, (tokens, logprobs) in chunk_file.read_outputs(file, group).items():
+        for index, (tokens, logprobs, _) in chunk_file.read_outputs(file, group).items():
             sizes = [count for _, count in group.chunks[index]]
             for size in sizes:
                 found.add((name, index, size, tokens[:size].tobytes() + logprobs[:size].tobytes()))

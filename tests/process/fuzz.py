@@ -28,7 +28,7 @@ from process.fuzz_messages import MUTE, UNIONS, Maker
 from process.fuzz_system import DEADLINE, OWNERS, SERVICES, Honest, System
 
 from seer.common import wire
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.types import InstanceStats
 from seer.common.wire.codec import encode
 

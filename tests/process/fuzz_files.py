@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="kinds of files")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    from lib.machine import machine
+    from lib.hardware import machine
 
     began = time.monotonic()
     report = fuzz(args.cases, args.seed, args.only)

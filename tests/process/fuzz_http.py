@@ -29,10 +29,10 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 from gateway_system import MODEL, TEMPLATE
+from memory_transport import MemoryNetwork, MemoryTransport
 
 from seer.client import Delta, Group, Response
 from seer.common.config import Config, GatewayConfig, LogConfig, SharedConfig
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.log import configure
 from seer.common.types import Capacity
 from seer.gateway import serving

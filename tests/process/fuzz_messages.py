@@ -19,8 +19,8 @@ import numpy as np
 from msgspec import inspect
 
 from seer.common import wire
-from seer.common.net.handshake import Identity
-from seer.common.weights.digest import checksum
+from seer.common.blobs import checksum
+from seer.common.net.identity import Identity
 from seer.common.wire.version import MAJOR
 from seer.services.dgds.packing import group_digest
 
@@ -142,7 +142,7 @@ class Maker:
         some["trainers"] += [
             ("OpenMedium", opened, []),
             ("MediumData", {**begun, "data": [1, "u1"]}, [tokens]),
-            ("SubmitMedia", {**submit, "media": rng.choice(([[placed]], [], [[placed] * 3]))}, [tokens]),
+            ("Submit", {**submit, "media": rng.choice(([[placed]], [], [[placed] * 3]))}, [tokens]),
         ]
         some["engines"].append(("ReadMedium", {"name": name, "offset": rng.choice((0, 1, 2**26))}, []))
         tag, fields, arrays = rng.choice(some.get(socket, [("SnapshotRequest", {}, [])]))

@@ -54,8 +54,8 @@ class System:
         table = {
             "endpoints": self.at,
             "buffer": {"chunk_size": 16, "result_ttl_seconds": 5.0, "max_requests": 20_000},
-            "dgds": {"max_tokens": 2_000_000, "ttl_seconds": 20.0},
-            "engine": {"backend": "replay", "name": "e0", "replay_mean_tokens": 40},
+            "dgds": {"max_tokens": 2_000_000},
+            "engine": {"backend": "replay", "name": "e0", "replay": {"mean_tokens": 40}},
             "log": {"format": "json"},
         }
         (folder / "seer.toml").write_text(dump(msgspec.convert(table, Config)))

@@ -23,7 +23,7 @@ SEER = (sys.executable, "-m", "seer.cli.main")
 
 READ = {
     "shared.model", "security.key", "security.peers", "security.server", "engine.weights_root",
-    "engine.replay_trace", "gateway.tls_certificate", "gateway.tls_key",
+    "engine.replay.trace", "gateway.tls_certificate", "gateway.tls_key",
 }  # fmt: skip
 """Files and folders that nobody writes to."""
 
@@ -59,8 +59,8 @@ def production(tmp_path: Path) -> Config:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = [
-        "engine.backend=replay", "engine.replay_step_seconds=0.0005", "engine.status_seconds=0.1",
-        "engine.replay_mean_tokens=30", "dgds.remember_tokens=1000", "buffer.keep_chunks=true", "pool.ssd_gib=1",
+        "engine.backend=replay", "engine.replay.step_seconds=0.0005",
+        "engine.replay.mean_tokens=30", "dgds.remember_tokens=1000", "buffer.keep_chunks=true", "pool.ssd_gib=1",
         f"engine.weights_endpoint=tcp://127.0.0.1:{port}",
         *(f"buffer.{name}={tmp_path}/its/{name}" for name in ("log", "spool", "media")),
         f"dgds.remember_path={tmp_path}/its/remembered", f"drafts.cache={tmp_path}/its/cache",

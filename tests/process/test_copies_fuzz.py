@@ -18,7 +18,7 @@ from process.fuzz_messages import Maker
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.transport.zmq import QUEUE_BYTES, ZmqTransport
 
 KINDS = ("random", "hostile", "truncated", "flipped", "wrong union", "replayed", "bad hello")

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-import signal
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,14 @@ from msgspec.structs import replace
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, SharedConfig, shared_hash
+from seer.common.config import Config, DgdsConfig, Endpoints, SharedConfig, shared_hash
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire.codec import encode
 from seer.local.child import Child
 from seer.services.dgds import server as dgds_server
-from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest, pack
 
 GROUP = group_digest("r/a")
@@ -55,12 +53,6 @@ async def running(folder, count):
         for child in children:
             child.kill_group()
             await child.gone(10)
-
-
-async def eventually(condition, seconds=60):
-    async with asyncio.timeout(seconds):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 def rss_bytes(pid):
@@ -127,49 +119,3 @@ async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
     finally:
         context.destroy(linger=0)
         await transport.close()
-
-
-async def test_a_killed_shard_costs_only_its_groups_and_is_sent_them_again(tmp_path):
-    transports = [ZmqTransport(), ZmqTransport()]
-    try:
-        async with running(tmp_path, 2) as (config, children), AsyncExitStack() as stack:
-            writer, reader = (
-                DgdsClient(transport, config.endpoints.dgds, identity(name), LoopClock(), EngineConfig())
-                for name, transport in zip("wr", transports, strict=True)
-            )
-            for client in (writer, reader):
-                task = asyncio.create_task(client.run())
-                stack.callback(task.cancel)
-            names = [f"r/{number}" for number in range(20)]
-            seen = {}
-
-            def say(step):
-                for number, name in enumerate(names):
-                    writer.append(name, 0, 1, step, [100 * step + number])
-
-            def knows(groups, length):
-                async def known():
-                    for delta in await reader.fetch(groups, seconds=0.3):
-                        stream = seen.setdefault(delta.group_id, [])
-                        stream[delta.previous :] = delta.tokens.tolist()
-                    return all(len(seen.get(name, [])) == length for name in groups)
-
-                return known
-
-            say(0)
-            await eventually(knows(names, 1))
-            first = [name for name in names if group_digest(name) % 2 == 0]
-            second = [name for name in names if name not in first]
-            os.kill(children[0].process.pid, signal.SIGKILL)
-            await children[0].gone(10)
-            say(1)
-            await eventually(knows(second, 2))
-            seen = {name: seen[name] for name in second}
-            children[0] = await spawned(replace(config, dgds=DgdsConfig(shard=0)), tmp_path, "dgds-0")
-            await eventually(knows(first, 2))
-            assert seen == {name: [number, 100 + number] for number, name in enumerate(names)}
-            assert first
-            assert second
-    finally:
-        for transport in transports:
-            await transport.close()

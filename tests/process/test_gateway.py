@@ -27,7 +27,6 @@ GATEWAYS = {
     "refusing": (
         "gateway.trust_chat_templates=true",
         "gateway.on_update=refuse",
-        "gateway.max_requests=4",
         "gateway.request_seconds=4",
     ),
 }
@@ -252,19 +251,11 @@ async def test_single_requests_of_one_group(system: GatewaySystem, http: httpx.A
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("headers", "param"),
-    [
-        ({"X-Seer-Group": "g"}, "X-Seer-Index"),
-        ({"X-Seer-Group": "g", "X-Seer-Index": "4096"}, "X-Seer-Index"),
-        ({"X-Seer-Index": "1"}, "X-Seer-Group"),
-    ],
-)
-async def test_bad_headers_of_a_group(http: httpx.AsyncClient, headers, param, stream) -> None:
+async def test_bad_headers_of_a_group(http: httpx.AsyncClient, stream: bool) -> None:
     body = {"prompt": "1", "max_tokens": 2, "stream": stream}
-    response = await http.post("/v1/completions", json=body, headers=headers)
-    assert refused(response, 400).startswith(f"{param} = ")
-    assert response.json()["error"]["param"] == param
+    response = await http.post("/v1/completions", json=body, headers={"X-Seer-Group": "g"})
+    assert refused(response, 400).startswith("X-Seer-Index = ")
+    assert response.json()["error"]["param"] == "X-Seer-Index"
 
 
 # --- the rest of the routes ------------------------------------------------------------------
@@ -480,16 +471,6 @@ async def test_an_update_may_abort_or_be_refused(system: GatewaySystem) -> None:
         assert "within 4 s" in refused(await task, 504)
 
 
-async def test_updates_at_once(system: GatewaySystem, http: httpx.AsyncClient) -> None:
-    version = int((await ok(http.get("/weight_info")))["weight_version"])
-    update = {"weight_dir": str(system.model)}
-    answers = await asyncio.gather(*(http.post("/update_weights", json=update) for _ in range(6)))
-    done = [answer for answer in answers if answer.status_code == 200]
-    assert {answer.status_code for answer in answers} <= {200, 409}
-    assert done
-    assert int((await ok(http.get("/weight_info")))["weight_version"]) == version + len(done)
-
-
 async def test_sleep_and_wake(http: httpx.AsyncClient) -> None:
     assert await ok(http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
     asleep = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})))
@@ -580,13 +561,6 @@ def test_bodies_that_are_too_long_or_never_come(system: GatewaySystem) -> None:
     assert b" 408 " in said["late"]
     assert said["half a head"] == said["nothing"] == b""
     assert b" 400 " in said["no http"]
-
-
-async def test_open_requests_are_bounded(system: GatewaySystem) -> None:
-    async with other(system, "refusing") as http:
-        body = {"prompt": "1", **ENDLESS}
-        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(6)))
-        assert sorted(answer.status_code for answer in answers) == [503, 503, 504, 504, 504, 504]
 
 
 # --- what goes away --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[GatewaySystem]:
-    with GatewaySystem("engine.backend=replay", "engine.replay_vocab_size=200") as running:
+    with GatewaySystem("engine.backend=replay", "engine.replay.vocab_size=200") as running:
         shutil.rmtree(running.model)
         vision_chats.make(running.model)
         running.start("buffer")

@@ -13,7 +13,7 @@ from seer.common.config import load
 from seer.local.system import LocalSystem
 
 SETTINGS = [
-    "engine.backend=replay", "engine.replay_step_seconds=0.002", "engine.kv_blocks=2000", "log.level=warning",
+    "engine.backend=replay", "engine.replay.step_seconds=0.002", "engine.kv_blocks=2000", "log.level=warning",
     "buffer.chunk_size=32", "buffer.policy=migrate",
 ]  # fmt: skip
 SAMPLING = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
 
 def command(folder: Path, kind: str) -> list[str]:
     if kind == "rollout":
-        slow = ("--set", "engine.replay_step_seconds=1", "-n", "1", "--max-tokens", "500", *REPLAY)
+        slow = ("--set", "engine.replay.step_seconds=1", "-n", "1", "--max-tokens", "500", *REPLAY)
         out = tempfile.mktemp(dir=folder)  # a new one each time
         return [*SEER, "rollout", str(folder / "prompts.jsonl"), "--out", out, *slow]
     names = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")

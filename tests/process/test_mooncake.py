@@ -24,6 +24,7 @@ from seer.common.weights.mooncake import RegisteredMemory, open_engine
 from seer.services.engine.weights import fetcher, mooncake_reader
 from seer.services.engine.weights.fetcher import WeightFetcher
 from seer.services.engine.weights.manifest import read_manifest
+from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
@@ -191,13 +192,14 @@ async def test_the_whole_way(tmp_path):
 
 
 async def test_bytes_damaged_on_the_way_change_nothing(monkeypatch):
-    async def damaging(address, file):
-        await mooncake_reader.fetch(address, file)
-        with file.open("r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            opened.write(b"\x3e")
+    class Damaging(TrainerMemory):
+        async def fetch(self, blob):
+            await super().fetch(blob)
+            with blob.file.open("r+b") as opened:
+                opened.seek(-1, os.SEEK_END)
+                opened.write(b"\x3e")
 
-    monkeypatch.setitem(fetcher.FETCH, "mooncake:", damaging)
+    monkeypatch.setitem(fetcher.SOURCES, "mooncake:", Damaging)
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)
         with pytest.raises(WeightsRefused, match=r"e0: reads weights with digest \w+, not"):

@@ -10,7 +10,7 @@ from chaos.network import problem
 
 from seer.common.config import Config, EngineConfig, PoolConfig
 from seer.common.errors import ConfigError
-from seer.common.pool import port_environment
+from seer.common.pool_metrics import port_environment
 from seer.local import own_network
 
 DEVICES = """

@@ -28,9 +28,9 @@ def verified(prompts: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tupl
     monkeypatch.setenv("PYTHONPATH", str(PLANTED))
     monkeypatch.setenv("SEER_PLANTED", str(named))
     monkeypatch.setenv("SEER_PLANTED_IN", "engines")
-    usual = "--backend replay -n 2 --max-tokens 60 --min-tokens 100 --set engine.replay_step_seconds=0.0005"
+    usual = "--backend replay -n 2 --max-tokens 60 --min-tokens 100 --set engine.replay.step_seconds=0.0005"
     command = ["verify", str(prompts), "--json", str(out), *usual.split(), "--matrix", "chunk-16"]
-    result = CliRunner().invoke(main, [*command, "--set", "engine.status_seconds=0.1"])
+    result = CliRunner().invoke(main, command)
     return result.exit_code, json.loads(out.read_text())
 
 

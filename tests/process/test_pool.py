@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
-from seer.common.pool import ask_master, read_figures
+from seer.common.pool_metrics import ask_master, read_figures
 from seer.local.pool_plan import _free_ports
 from seer.local.system import LocalSystem
 from seer.report.pool import figures_text
@@ -200,6 +200,7 @@ def test_memory_whose_holder_was_killed_is_held_anew(tmp_path):
         assert pool.child_of("pool-owner") != holder
 
 
+@pytest.mark.breadth  # tests/unit/test_pool_supervisor.py has them stopped, on virtual time
 def test_a_machine_that_stalls_has_its_pool_afterwards(tmp_path):
     """As long as a master, an owner and its holder are stopped together, nobody learns anything of anybody."""
     with running(tmp_path) as pool:
@@ -234,6 +235,7 @@ def test_a_killed_master_costs_what_it_knew(tmp_path):
         assert pool.processes["pool-owner"].poll() is None
 
 
+@pytest.mark.breadth  # tests/unit/test_pool_supervisor.py has them stopped, on virtual time
 def test_a_master_that_hangs_is_replaced(tmp_path):
     with running(tmp_path) as pool:
         client = pool.client()
@@ -247,6 +249,7 @@ def test_a_master_that_hangs_is_replaced(tmp_path):
         assert [process.poll() for process in pool.processes.values()] == [None, None]
 
 
+@pytest.mark.breadth  # tests/unit/test_pool_supervisor.py has them stopped, on virtual time
 def test_memory_that_does_not_answer_is_held_anew(tmp_path):
     with running(tmp_path, ssd_gib=0.25, ssd_path=str(tmp_path / "disk")) as pool:
         client = pool.client()
@@ -388,13 +391,13 @@ async def test_a_local_system_has_a_pool_of_its_own():
 
 
 def test_the_holder_says_what_it_cannot_hold():
-    from seer.services.pool.holder import SegmentConfig
+    from seer.services.pool.memory_process import SegmentConfig
 
     holding = SegmentConfig(
         host="127.0.0.1", master="127.0.0.1:1", protocol="tcp", device="", dram_bytes=2**24
     )
     holder = subprocess.run(
-        [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()],
+        [sys.executable, "-m", "seer.services.pool.memory_process", msgspec.json.encode(holding).decode()],
         capture_output=True, text=True, timeout=SECONDS, check=False,
         env={**os.environ, "MC_STORE_CLIENT_SETUP_RETRIES": "1"},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW = ("--set", "engine.replay_step_seconds=0.1", "--chunk-size", "16", "--max-tokens", "200")
+SLOW = ("--set", "engine.replay.step_seconds=0.1", "--chunk-size", "16", "--max-tokens", "200")
 
 
 def command(folder: Path, *options: str) -> list[str]:

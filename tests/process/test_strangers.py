@@ -13,7 +13,7 @@ import zmq
 from process.fuzz_messages import UNIONS, Maker
 from process.test_keys import rolled, running
 
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 
 ROLES = {"trainers": "trainer", "engines": "engine", "dgds": "engine"}
 FROZEN = ("weight_version", "weights_digest", "asleep", "quarantined", "rollouts", "requests_waiting")

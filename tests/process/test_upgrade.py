@@ -1,6 +1,7 @@
 """A system of the release before, upgraded process by process while one of its trainers has a rollout under way.
 
-The release before is built from the commit that CHANGELOG.md names for it.
+The release before is built from the commit that CHANGELOG.md names for it. One of another major of the protocol is not
+upgraded process by process: then there is nothing to test.
 """
 
 import json
@@ -18,8 +19,10 @@ import pytest
 from process.fuzz_system import OWNERS, _free_ports
 
 import seer._native
+from seer.common.wire.version import MAJOR
 
 REPO = Path(__file__).resolve().parents[2]
+NOW = [sys.executable, "-m", "seer.cli.main"]
 ENGINES = ("e0", "e1")
 PROMPTS, N, MAX_TOKENS = 24, 4, 400
 DEADLINE = 120
@@ -47,6 +50,9 @@ def before(tmp_path_factory):
     packed = git("archive", "--format=tar", commit)
     if packed is None:
         pytest.skip(f"this checkout lacks commit {commit}: it is no clone, or a shallow one")
+    spoke = git("show", f"{commit}:common/wire/version.py").decode()
+    if f"MAJOR = {MAJOR}\n" not in spoke:
+        pytest.skip(f"release {version} speaks another major of the protocol than {MAJOR}")
     tree, packages = folder / "tree", folder / "packages"
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=packed, check=True, timeout=60)
@@ -87,19 +93,20 @@ class System:
         self.table = {
             "endpoints": at,
             "buffer": {"chunk_size": 32, "log": str(folder / "log"), "keep_chunks": True},
-            "engine": {
-                "backend": "replay",
-                "replay_mean_tokens": 250,
-                "max_num_seqs": 16,
-                "replay_step_seconds": 0.02,
-            },
+            "engine": {"backend": "replay", "max_num_seqs": 16},
         }
+        self.replay = {"mean_tokens": 250, "step_seconds": 0.02}
         self.processes = {}
 
     def start(self, command, name):
         """Start a process, and wait until it serves."""
         service = "engine" if name in ENGINES else name
-        table = self.table | {"engine": self.table["engine"] | {"name": name if name in ENGINES else ""}}
+        engine = self.table["engine"] | {"name": name if name in ENGINES else ""}
+        table = self.table | {"engine": engine}
+        if command == NOW:
+            table["engine.replay"] = self.replay
+        else:
+            engine.update({f"replay_{key}": value for key, value in self.replay.items()})
         file = self.folder / f"{name}.toml"
         file.write_text("\n".join(toml(table)))  # what operators write: no setting that the release lacks
         ready, write = os.pipe()
@@ -152,7 +159,6 @@ def tokens(out):
 
 
 def test_a_system_is_upgraded_under_a_rollout_that_loses_nothing(before, tmp_path):
-    now = [sys.executable, "-m", "seer.cli.main"]
     lines = [json.dumps({"id": str(each), "prompt_token_ids": [1, 2, 3 + each]}) for each in range(PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     system = System(tmp_path)
@@ -160,18 +166,18 @@ def test_a_system_is_upgraded_under_a_rollout_that_loses_nothing(before, tmp_pat
         for name in ("buffer", "context", "dgds", *ENGINES):
             system.start(before, name)
         trainer = system.rollout(before, tmp_path / "before.jsonl")
-        system.until(now, lambda status: status["counters"].get("chunks", 0) > 20)
+        system.until(NOW, lambda status: status["counters"].get("chunks", 0) > 20)
         for name in (*ENGINES, "context", "dgds", "buffer"):
-            system.upgrade(now, name)
+            system.upgrade(NOW, name)
             assert trainer.poll() is None, f"the rollout ended before {name} was upgraded"
             if name in ENGINES:
                 system.until(before, lambda status: len(status["instances"]) == len(ENGINES))
         _, said = trainer.communicate(timeout=DEADLINE)
         assert trainer.returncode == 0, said
-        system.table["engine"]["replay_step_seconds"] = 0.001
+        system.replay["step_seconds"] = 0.001
         for name in ENGINES:
-            system.upgrade(now, name)
-        again = system.rollout(now, tmp_path / "now.jsonl")
+            system.upgrade(NOW, name)
+        again = system.rollout(NOW, tmp_path / "now.jsonl")
         _, said = again.communicate(timeout=DEADLINE)
         assert again.returncode == 0, said
         expected = tokens(tmp_path / "now.jsonl")

@@ -8,6 +8,7 @@ weights change, submissions are held, engines leave and die. The context service
 
 from collections import Counter
 
+import orders
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,15 +24,15 @@ from invariants import check, check_statistics
 from msgspec import structs
 from snapshots import again
 
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, TurnSpec
-from seer.services.buffer.events import Joined, Left, Tick
+from seer.services.buffer.events import Left, Tick, ToEngine, ToLife
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.requests.trajectories import key_of
+from seer.services.buffer.requests.turn_placement import key_of
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.weights.machine import WeightsMachine
@@ -77,10 +78,10 @@ class BufferModel(RuleBasedStateMachine):
         answered = self.machine.apply(event, self.now)
         assert answered == self.twin.apply(mirrored(event), self.now)
         self.statistics.record(self.now, event, answered)
-        opened = [item for item in answered if isinstance(item, GroupOpened)]
+        opened = orders.pick(answered, wire.GroupOpened)
         self.opened += sum(item.size for item in opened if item.group_id not in told_again)
         self.dispatched += sum(isinstance(item, instructions.Dispatch) for item in answered)
-        self.dropped += sum(isinstance(item, instructions.Drop) for item in answered)
+        self.dropped += len(orders.pick(answered, wire.DropChunk))
         delivered, refused = set(), set()
         for item in answered:
             match item:
@@ -89,8 +90,8 @@ class BufferModel(RuleBasedStateMachine):
                     view = self.machine.requests[item.request_id].view
                     assert view.image <= self.machine.instances[item.instance].capacity.image_tokens
                     self.running[item.request_id, item.attempt] = item
-                case instructions.Drop():
-                    self.stale.append(self.running.pop((item.request_id, item.attempt)))
+                case ToEngine(message=wire.DropChunk(request_id=request_id, attempt=attempt)):
+                    self.stale.append(self.running.pop((request_id, attempt)))
                 case instructions.Keep():
                     assert self.ending is not None
                     assert self.ending[0] == item.request_id
@@ -109,13 +110,13 @@ class BufferModel(RuleBasedStateMachine):
                     for request in self.machine.groups[item.group_id].results:
                         assert self.kept[request.view.request_id] == request.view.generated
                         assert request.finish
-                case instructions.Refuse():
-                    names = {(item.rollout_id, prompt, item.submission) for prompt in item.prompt_ids}
-                    assert item.message
+                case ToLife(message=wire.Refused() as told):
+                    names = {(told.rollout_id, prompt, told.submission) for prompt in told.prompt_ids}
+                    assert told.message
                     assert not refused & names
                     refused |= names
-                case GroupOpened() | RequestProgress() | GroupClosed():
-                    assert (item.group_id in self.context._groups) != isinstance(item, GroupOpened)
+                case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
+                    assert (item.group_id in self.context._groups) != isinstance(item, wire.GroupOpened)
                     self.context.apply(item)
         assert self.stored == set(self.machine.groups)
         going_on = [
@@ -136,7 +137,7 @@ class BufferModel(RuleBasedStateMachine):
         capacity = Capacity(
             kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200, image_tokens=image
         )
-        self.send(Joined(name, capacity, 10 * self.lives + NAMES.index(name)))
+        self.send(orders.joined(name, capacity, 10 * self.lives + NAMES.index(name)))
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
     def leave(self, names, died):
@@ -286,12 +287,12 @@ class BufferModel(RuleBasedStateMachine):
         if mine := [each for each in away.values() if each.key[0] == trainer]:
             each = data.draw(st.sampled_from(mine))
             rollout, prompt = each.group_id.split("/")
-            self.send(events.RolloutCancelled("x", rollout, [prompt]))
-            self.send(events.RolloutCancelled(trainer, rollout, [], each.submission))
+            self.send(orders.cancelled("x", rollout, [prompt]))
+            self.send(orders.cancelled(trainer, rollout, [], each.submission))
             if each.submission > 1:  # 0 means any
-                self.send(events.RolloutCancelled(trainer, rollout, [prompt], each.submission - 1))
+                self.send(orders.cancelled(trainer, rollout, [prompt], each.submission - 1))
             assert each.group_id in away
-            self.send(events.RolloutCancelled(trainer, rollout, [prompt], each.submission + later))
+            self.send(orders.cancelled(trainer, rollout, [prompt], each.submission + later))
             assert each.group_id not in away
 
     @rule(trainer=st.sampled_from(("t", "u")))
@@ -333,7 +334,7 @@ class BufferModel(RuleBasedStateMachine):
         dispatch = self.running.pop(key)
         count = data.draw(st.integers(1, dispatch.max_new_tokens)) if finish else dispatch.max_new_tokens
         self.ending = (dispatch.request_id, count)
-        self.send(events.ChunkEnded(dispatch.instance, *key, count, "stop" if finish else ""))
+        self.send(orders.ended(dispatch.instance, *key, count, "stop" if finish else ""))
         self.ending = None
 
     @precondition(lambda self: self.stale)
@@ -341,7 +342,7 @@ class BufferModel(RuleBasedStateMachine):
     def late(self, data):
         dispatch = data.draw(st.sampled_from(self.stale))
         before = dict(self.kept)
-        self.send(events.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
+        self.send(orders.ended(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
         assert self.kept == before
 
     @precondition(lambda self: self.running)
@@ -349,22 +350,18 @@ class BufferModel(RuleBasedStateMachine):
     def reject(self, data, fatal):
         key = data.draw(st.sampled_from(sorted(self.running)))
         dispatch = self.running.pop(key)
-        self.send(events.ChunkRejected(dispatch.instance, *key, fatal, "no"))
+        self.send(orders.rejected(dispatch.instance, *key, fatal, "no"))
 
     @rule(data=st.data())
     def acknowledge(self, data):
         if done := [group for group in self.machine.groups.values() if group.done]:
             group = data.draw(st.sampled_from(done))
             rollout = group.rollout
-            self.send(events.GroupsAcknowledged("x", rollout.rollout_id, [group.prompt_id]))
-            self.send(
-                events.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], 10**6)
-            )
+            self.send(orders.acknowledged("x", rollout.rollout_id, [group.prompt_id]))
+            self.send(orders.acknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], 10**6))
             assert group.group_id in self.machine.groups
             self.send(
-                events.GroupsAcknowledged(
-                    rollout.trainer, rollout.rollout_id, [group.prompt_id], group.submission
-                )
+                orders.acknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], group.submission)
             )
             assert group.group_id not in self.machine.groups
 
@@ -374,11 +371,11 @@ class BufferModel(RuleBasedStateMachine):
         if live:
             group = data.draw(st.sampled_from(live))
             rollout = group.rollout
-            self.send(events.RolloutCancelled("x", rollout.rollout_id, []))
-            self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
+            self.send(orders.cancelled("x", rollout.rollout_id, []))
+            self.send(orders.cancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
             assert group.group_id in self.machine.groups
             number = rollout.submission if use else 0
-            self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
+            self.send(orders.cancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
             assert group.group_id not in self.machine.groups
 
     @rule(pinned=st.integers(0, 6), name=st.sampled_from(NAMES))
@@ -406,7 +403,7 @@ class BufferModel(RuleBasedStateMachine):
         big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096, image_tokens=32)
         for name in MEDIA:
             self.send(events.MediumArrived(name))
-        self.send(Joined("z", big))
+        self.send(orders.joined("z", big))
         self.now += 60.0
         self.send(Tick())
         for _ in range(10_000):
@@ -415,7 +412,7 @@ class BufferModel(RuleBasedStateMachine):
             key = next(iter(self.running))
             dispatch = self.running.pop(key)
             self.ending = (dispatch.request_id, dispatch.max_new_tokens)
-            self.send(events.ChunkEnded(dispatch.instance, *key, dispatch.max_new_tokens))
+            self.send(orders.ended(dispatch.instance, *key, dispatch.max_new_tokens))
         assert not self.machine.requests
         self.now += 60.0
         self.send(Tick())

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from seer.common.wire import MAX_GROUP_SIZE
+from seer.services.dgds.group_store import Store
 from seer.services.dgds.packing import pack, unpack
 from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
-from seer.services.dgds.store import Store
 
 GROUPS = [1, 2]
 INDICES = [0, 1]

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
@@ -19,8 +19,7 @@ def backend(kv_blocks, max_num_seqs):
         backend="replay",
         kv_blocks=kv_blocks,
         max_num_seqs=max_num_seqs,
-        replay_vocab_size=50,
-        replay_mean_tokens=20,
+        replay=ReplayConfig(vocab_size=50, mean_tokens=20),
     )
     made = ReplayBackend(config, SharedConfig(block_size=BLOCK))
     made.start()

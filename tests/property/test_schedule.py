@@ -3,18 +3,20 @@
 import math
 import random
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 
+import orders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, length_quantile, oracle
 from seer.common.types import Capacity
-from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -65,8 +67,8 @@ def test_order_is_total_whatever_the_estimate(policy, request, estimate):
     key = policy.order(request, estimate)
     assert key[-1] == request.queued, "no two requests have the same queue number"
     assert all(math.isfinite(part) for part in key)
-    assert policy.order(replace(request), replace(estimate)) == key
-    later = policy.order(replace(request, queued=request.queued + 1), estimate)
+    assert policy.order(copy(request), replace(estimate)) == key
+    later = policy.order(structs.replace(request, queued=request.queued + 1), estimate)
     assert key < later, "first come, first served among equals"
 
 
@@ -77,7 +79,7 @@ def test_an_admitted_chunk_fits_where_it_is_placed(policy, request, views, chunk
     assert chunk == (min(chunk_size, request.remaining) if policy.chunked else request.remaining)
     fleet = Fleet(views)
     name = policy.place(request, chunk, fleet)
-    assert policy.place(replace(request), chunk, Fleet(reversed(views))) == name
+    assert policy.place(copy(request), chunk, Fleet(reversed(views))) == name
     if name is None:
         return
     assert fleet[name].capacity.holds(request.context, chunk)
@@ -112,7 +114,7 @@ class Siege:
         self.due: dict[str, int] = {}
         self.groups = 0
         capacity = Capacity(kv_blocks=10**6, block_size=16, max_num_seqs=seats, max_model_len=9000)
-        self.send(Joined("a", capacity))
+        self.send(orders.joined("a", capacity))
         self.submit(seats, float(CAP))
         self.victims = self.submit(3, 1.0)
 
@@ -144,7 +146,7 @@ class Siege:
                 self.submit(self.rng.randint(1, 3), float(CAP))
             chunk = self.running.pop(self.rng.randrange(len(self.running)))
             finish = "stop" if self.rng.random() < 0.2 else ""
-            self.send(events.ChunkEnded("a", chunk.request_id, chunk.attempt, 1, finish))
+            self.send(orders.ended("a", chunk.request_id, chunk.attempt, 1, finish))
 
 
 def _queued(view):

@@ -62,6 +62,7 @@ def test_more_instances_never_raise_it_and_a_longer_longest_never_lowers_it(draf
     least = of_rollout(LOAD, lengths, drafts)
     bounds = [least.seconds(instances) for instances in range(1, 12)]
     assert bounds == sorted(bounds, reverse=True)
+    assert least.seconds(1000) == pytest.approx(least.alone)
     longest = max(map(max, lengths))
     longer = [[2 * n if n == longest else n for n in group] for group in lengths]
     load = replace(LOAD, cap=2 * CAP)

@@ -1,24 +1,25 @@
 """The sleep machine's invariants under any order of events, with engines that keep their own books.
 
-Trainers ask for both levels and for every tag, engines of an earlier release are among the others, engines and
-buffers are lost between any two steps, and engines are cut off and come back to this buffer or a later one.
+Trainers ask for both levels and for every tag, engines and buffers are lost between any two steps, and engines are cut off and come back to this buffer or a later one.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
+import orders
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from wishless import SleepMachine
 
+from seer.common import wire
 from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
-from seer.services.buffer.events import Joined, Left, Tick
+from seer.services.buffer.events import Left, Tick, ToEngine, ToTrainer
 
 NAMES = ("a", "b", "c")
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 KINDS = (
-    "join", "join earlier", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
+    "join", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
     "load", "tick", "restart", "clock back", "cut", "back", "lose trainer",
 )  # fmt: skip
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
@@ -29,18 +30,17 @@ TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
 class Engine:
     """What it has: its state, whether its weights have values, and the orders that it has not obeyed."""
 
-    earlier: bool
     state: SleepState = AWAKE
     dropped: bool = False
     wish: int = 0
-    orders: deque[sleep.Order] = field(default_factory=deque)
+    orders: deque[wire.Sleep] = field(default_factory=deque)
 
     def obey(self, order):
         if order.asleep:
             assert self.state is not ASLEEP
             self.dropped = self.dropped or order.level == 2
         self.state = ASLEEP if order.asleep else self.state.woken(order.tags)
-        self.wish = 0 if self.earlier else order.wish or self.wish
+        self.wish = order.wish or self.wish
 
 
 class World:
@@ -58,37 +58,32 @@ class World:
     def handle(self, event):
         for item in self.machine.apply(event, self.now, idle=self.idle, loading=self.loading):
             match item:
-                case sleep.Order(name, asleep=False, wish=wish) if not self.engines[name].state:
+                case ToEngine(name, wire.Sleep(asleep=False, wish=wish)) if not self.engines[name].state:
                     self.engines[name].wish = wish
-                case sleep.Order(name):
+                case ToEngine(name, wire.Sleep() as order):
                     engine = self.engines[name]
-                    assert self.idle or not item.asleep
+                    assert self.idle or not order.asleep
                     assert name not in self.loading
                     assert not engine.orders, "one step after the other"
-                    assert not engine.earlier or (item.level, item.tags) == (1, ())
-                    engine.orders.append(item)
+                    engine.orders.append(order)
                 case sleep.GiveUp(name):
                     self.lose(name)
-                case sleep.Tell(problem=""):
+                case ToTrainer(message=wire.Slept(problem="") as told):
                     self.open -= 1
                     for engine in self.engines.values():
-                        assert engine.state == self.target(engine)
-                    assert item.asleep == (self.machine.wanted is ASLEEP)
-                    assert item.kv_asleep == (self.machine.wanted is KV_ASLEEP)
-                    self.answered = item.wish, self.machine.wanted
-                case sleep.Tell():
+                        assert engine.state == self.machine.wanted
+                    assert told.asleep == (self.machine.wanted is ASLEEP)
+                    assert told.tags == self.machine.wanted.tags
+                    self.answered = told.wish, self.machine.wanted
+                case ToTrainer(message=told):
                     self.open -= 1
-                    assert self.asked is not None or item.problem == sleep.NO_ENGINE
+                    assert self.asked is not None or told.problem == sleep.NO_ENGINE
         if any(engine.state for engine in self.engines.values()):
             assert self.machine.held
         awake = {name for name, engine in self.engines.items() if not engine.state and not engine.orders}
         assert self.machine.awake == awake
         assert self.machine.awake <= self.machine.weights_awake
         assert not any(self.engines[name].state is ASLEEP for name in self.machine.weights_awake)
-
-    def target(self, engine):
-        wanted = self.machine.wanted
-        return AWAKE if engine.earlier and wanted is KV_ASLEEP else wanted
 
     def lose(self, name):
         self.engines.pop(name, None)
@@ -97,37 +92,28 @@ class World:
     def register(self, name):
         engine = self.engines[name]
         engine.orders.clear()
-        asleep, tags = bool(engine.state), tuple(engine.state.tags)
-        joined = Joined(
-            name, asleep=asleep, sleeping=() if engine.earlier else tags, sleep_levels=not engine.earlier,
-            dropped=engine.dropped, wish=engine.wish,
-        )  # fmt: skip
-        self.handle(joined)
+        tags = tuple(engine.state.tags)
+        self.handle(orders.joined(name, sleeping=tags, dropped=engine.dropped, wish=engine.wish))
         self.handle(Tick())
 
     def ask(self, kind):
         """Ask, and check that a refusal changes nothing."""
-        before, level, any_earlier = self.machine.wanted, self.machine._level, self.any_earlier
-        asked = sleep.SleepAsked(
+        before, level = self.machine.wanted, self.machine._level
+        asked = orders.sleep(
             "trainer", kind.startswith("sleep"), 0, 1 + (kind == "sleep 2"), TAGS.get(kind, ())
         )
         deeper = kind == "sleep 2" and before is ASLEEP and level == 1
         alone = kind == "wake kv" and before is ASLEEP
-        partial = kind == "sleep 2" or (kind == "wake weights" and before is not AWAKE)
         self.open += 1
-        self.asked = refused = deeper or alone or (partial and any_earlier)
+        self.asked = refused = deeper or alone
         opened = self.open
         self.handle(asked)
         if refused:
             assert (self.machine.wanted, self.machine._level, self.open) == (before, level, opened - 1)
         else:
-            woken = ASLEEP if asked.asleep else before.woken(asked.tags)
+            woken = ASLEEP if asked.message.asleep else before.woken(asked.message.tags)
             assert self.machine.wanted == woken
         self.asked = None
-
-    @property
-    def any_earlier(self):
-        return any(engine.earlier for engine in self.engines.values())
 
     def step(self, kind, name, number):
         match kind:
@@ -135,8 +121,8 @@ class World:
                 self.reconnect(name, back=kind == "back")
             case "lose trainer":
                 self.answered = None
-            case "join" | "join earlier" if name not in self.engines and name not in self.cut:
-                self.engines[name] = Engine(kind == "join earlier")
+            case "join" if name not in self.engines and name not in self.cut:
+                self.engines[name] = Engine()
                 self.register(name)
             case "lose" if name in self.engines:
                 self.lose(name)
@@ -146,8 +132,7 @@ class World:
             case "answer" if name in self.engines and self.engines[name].orders:
                 engine = self.engines[name]
                 engine.obey(engine.orders.popleft())
-                tags = () if engine.earlier else tuple(engine.state.tags)
-                self.handle(sleep.SleepAnswered(name, bool(engine.state), tags, engine.dropped))
+                self.handle(orders.slept(name, bool(engine.state), engine.state.tags, engine.dropped))
             case "load" if name in self.loading:
                 self.loading.discard(name)
                 self.handle(Tick())
@@ -167,7 +152,7 @@ class World:
         if back and name in self.cut:
             self.engines[name] = self.cut.pop(name)
             self.register(name)
-        elif not back and name in self.engines and not self.any_earlier:
+        elif not back and name in self.engines:
             self.cut[name] = self.engines[name]
             self.lose(name)
             self.handle(Left([name]))
@@ -183,7 +168,7 @@ class World:
             self.register(name)
         if self.answered is not None:
             wish, state = self.answered
-            again = sleep.SleepAsked("trainer", bool(state), tags=tuple(state.tags), wish=wish)
+            again = orders.sleep("trainer", bool(state), tags=tuple(state.tags), wish=wish)
             self.handle(again)
             self.handle(again)
         known = max([*(each.wish for each in engines.values()), self.answered[0] if self.answered else 0])
@@ -233,18 +218,18 @@ def test_engines_hold_memory_as_was_last_asked(steps):
     world.handle(Tick())
     assert world.open == 0
     assert world.machine.wanted == wanted
-    assert all(engine.state == world.target(engine) for engine in world.engines.values())
+    assert all(engine.state == wanted for engine in world.engines.values())
     assert world.machine.held == bool(wanted)
 
 
 def join(machine, name="a", state=AWAKE, **changes):
-    """Have an engine of this release join in a state."""
-    event = Joined(name, asleep=bool(state), sleeping=tuple(state.tags), sleep_levels=True, **changes)
+    """Have an engine join in a state."""
+    event = orders.joined(name, sleeping=tuple(state.tags), **changes)
     assert machine.apply(event, 0.0, idle=True) == []
 
 
 def answer(machine, name, state, now=1.0, **options):
-    event = sleep.SleepAnswered(name, bool(state), tuple(state.tags))
+    event = orders.slept(name, bool(state), tuple(state.tags))
     return machine.apply(event, now, **{"idle": True} | options)
 
 
@@ -252,43 +237,43 @@ def test_an_engine_that_does_not_answer_is_given_up():
     machine = SleepMachine(seconds=5.0)
     join(machine, "a")
     join(machine, "b")
-    asked = machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
-    assert asked == [sleep.Order("a", True), sleep.Order("b", True)]
+    asked = machine.apply(orders.sleep("t", True), 0.0, idle=True)
+    assert asked == [orders.rest("a", True), orders.rest("b", True)]
     assert answer(machine, "b", ASLEEP) == []
-    assert machine.apply(Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), sleep.Tell("t", True)]
+    assert machine.apply(Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), orders.rests("t", True)]
 
 
 def test_another_trainer_is_told_to_wait():
     machine = SleepMachine()
     join(machine)
-    machine.apply(sleep.SleepAsked("one", True), 0.0, idle=True)
-    (told,) = machine.apply(sleep.SleepAsked("two", False), 0.0, idle=True)
-    assert told == sleep.Tell("two", False, "one puts engines to sleep: wait for that")
+    machine.apply(orders.sleep("one", True), 0.0, idle=True)
+    (told,) = machine.apply(orders.sleep("two", False), 0.0, idle=True)
+    assert told == orders.rests("two", False, "one puts engines to sleep: wait for that")
 
 
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
     machine = SleepMachine()
     join(machine, "a")
     join(machine, "b", ASLEEP)
-    assert machine.apply(Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
+    assert machine.apply(Tick(), 0.0, idle=False) == [orders.rest("b", False)]
 
 
 def test_a_lost_engine_is_not_waited_for():
     machine = SleepMachine()
     for name in ("a", "b"):
         join(machine, name)
-    machine.apply(sleep.SleepAsked("t", True, 4), 0.0, idle=True)
+    machine.apply(orders.sleep("t", True, 4), 0.0, idle=True)
     answer(machine, "b", ASLEEP)
-    assert machine.apply(Left(["a"]), 1.0, idle=True) == [sleep.Tell("t", True, "", 4)]
+    assert machine.apply(Left(["a"]), 1.0, idle=True) == [orders.rests("t", True, "", 4)]
 
 
 def test_one_that_loads_is_left_alone_until_it_has_loaded():
     machine = SleepMachine()
     join(machine, "a")
-    assert machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True, loading={"a"}) == []
+    assert machine.apply(orders.sleep("t", True), 0.0, idle=True, loading={"a"}) == []
     assert machine.apply(Tick(), 1.0, idle=True, loading={"a"}) == []
-    assert machine.apply(Tick(), 2.0, idle=True) == [sleep.Order("a", True)]
-    assert answer(machine, "a", ASLEEP, 3.0) == [sleep.Tell("t", True)]
+    assert machine.apply(Tick(), 2.0, idle=True) == [orders.rest("a", True)]
+    assert answer(machine, "a", ASLEEP, 3.0) == [orders.rests("t", True)]
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing():
@@ -296,27 +281,27 @@ def test_an_answer_that_nobody_waits_for_changes_nothing():
     join(machine)
     answer(machine, "a", ASLEEP)
     assert machine.awake == {"a"}
-    machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
+    machine.apply(orders.sleep("t", True), 0.0, idle=True)
     answer(machine, "a", AWAKE)  # it was told to sleep
-    assert answer(machine, "a", ASLEEP) == [sleep.Tell("t", True)]
+    assert answer(machine, "a", ASLEEP) == [orders.rests("t", True)]
 
 
 def test_weights_wake_before_the_kv_cache():
     machine = SleepMachine()
     join(machine)
-    asked = sleep.SleepAsked("t", True, level=2)
-    assert machine.apply(asked, 0.0, idle=True) == [sleep.Order("a", True, 2)]
-    assert answer(machine, "a", ASLEEP) == [sleep.Tell("t", True)]
-    (told,) = machine.apply(sleep.SleepAsked("t", False, tags=("kv_cache",)), 1.0, idle=True)
-    assert "the weights sleep: wake them first" in told.problem
-    woken = machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 1.0, idle=True)
-    assert woken == [sleep.Order("a", False, tags=("weights",))]
+    asked = orders.sleep("t", True, level=2)
+    assert machine.apply(asked, 0.0, idle=True) == [orders.rest("a", True, 2)]
+    assert answer(machine, "a", ASLEEP) == [orders.rests("t", True)]
+    (told,) = machine.apply(orders.sleep("t", False, tags=("kv_cache",)), 1.0, idle=True)
+    assert "the weights sleep: wake them first" in told.message.problem
+    woken = machine.apply(orders.sleep("t", False, tags=("weights",)), 1.0, idle=True)
+    assert woken == [orders.rest("a", False, tags=("weights",))]
     assert (machine.awake, machine.weights_awake) == (set(), set())
-    assert answer(machine, "a", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
+    assert answer(machine, "a", KV_ASLEEP) == [orders.rests("t", False, kv_asleep=True)]
     assert (machine.awake, machine.weights_awake, machine.held) == (set(), {"a"}, True)
-    woken = machine.apply(sleep.SleepAsked("t", False, tags=("kv_cache",)), 2.0, idle=True)
-    assert woken == [sleep.Order("a", False)]
-    assert answer(machine, "a", AWAKE) == [sleep.Tell("t", False)]
+    woken = machine.apply(orders.sleep("t", False, tags=("kv_cache",)), 2.0, idle=True)
+    assert woken == [orders.rest("a", False)]
+    assert answer(machine, "a", AWAKE) == [orders.rests("t", False)]
     assert not machine.held
 
 
@@ -325,9 +310,9 @@ def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
     join(machine, "a", KV_ASLEEP, dropped=True)  # of an earlier life of the buffer
     assert machine.wanted is KV_ASLEEP
     join(machine, "b")
-    keeps_weights = sleep.Order("b", True, 1)
+    keeps_weights = orders.rest("b", True, 1)
     assert machine.apply(Tick(), 0.0, idle=True) == [keeps_weights]
-    assert answer(machine, "b", ASLEEP) == [sleep.Order("b", False, tags=("weights",))]
+    assert answer(machine, "b", ASLEEP) == [orders.rest("b", False, tags=("weights",))]
     assert answer(machine, "b", KV_ASLEEP) == []
     assert machine.weights_awake == {"a", "b"}
 
@@ -335,15 +320,15 @@ def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
 def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there_already():
     machine = SleepMachine()
     join(machine)
-    machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
+    machine.apply(orders.sleep("t", True), 0.0, idle=True)
     answer(machine, "a", ASLEEP)
-    (told,) = machine.apply(sleep.SleepAsked("t", True, level=2), 1.0, idle=True)
-    assert told.problem.startswith("level = 2: engines sleep at level 1")
-    machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 2.0, idle=True)
+    (told,) = machine.apply(orders.sleep("t", True, level=2), 1.0, idle=True)
+    assert told.message.problem.startswith("level = 2: engines sleep at level 1")
+    machine.apply(orders.sleep("t", False, tags=("weights",)), 2.0, idle=True)
     answer(machine, "a", KV_ASLEEP)
-    assert machine.apply(sleep.SleepAsked("t", True, level=2), 3.0, idle=True) == [sleep.Order("a", True, 2)]
+    assert machine.apply(orders.sleep("t", True, level=2), 3.0, idle=True) == [orders.rest("a", True, 2)]
     answer(machine, "a", ASLEEP)
-    assert machine.apply(sleep.SleepAsked("t", True, 7), 4.0, idle=True) == [sleep.Tell("t", True, "", 7)]
+    assert machine.apply(orders.sleep("t", True, 7), 4.0, idle=True) == [orders.rests("t", True, "", 7)]
 
 
 def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
@@ -359,7 +344,7 @@ def test_weights_that_one_engine_has_woken_wake_everywhere():
     join(machine, "a", ASLEEP)
     join(machine, "b", KV_ASLEEP)
     assert machine.wanted is KV_ASLEEP
-    assert machine.apply(Tick(), 0.0, idle=True) == [sleep.Order("a", False, tags=("weights",))]
+    assert machine.apply(Tick(), 0.0, idle=True) == [orders.rest("a", False, tags=("weights",))]
 
 
 def test_a_restarted_buffer_is_asked_for_the_same_level_again():
@@ -367,24 +352,5 @@ def test_a_restarted_buffer_is_asked_for_the_same_level_again():
     join(machine, "a", ASLEEP, dropped=True)
     join(machine, "b")
     machine.apply(Tick(), 0.0, idle=False)
-    assert machine.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True) == [sleep.Order("b", True, 2)]
-    assert answer(machine, "b", ASLEEP) == [sleep.Tell("t", True)]
-
-
-def test_an_engine_of_an_earlier_release_is_named_where_it_cannot_follow_and_awake_where_it_joins():
-    machine = SleepMachine()
-    machine.apply(Joined("old"), 0.0, idle=True)
-    (told,) = machine.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True)
-    assert told.problem.startswith("level = 2: engine old is of an earlier release")
-    assert machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True) == [sleep.Order("old", True)]
-    assert machine.apply(sleep.SleepAnswered("old", True), 0.0, idle=True) == [sleep.Tell("t", True)]
-    (told,) = machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 0.0, idle=True)
-    assert told.problem.startswith("tags = ['weights']: engine old is of an earlier release")
-    machine.apply(Left(["old"]), 0.0, idle=True)
-    join(machine, "new", ASLEEP)
-    machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 0.0, idle=True)
-    machine.apply(Joined("old"), 0.0, idle=True)
-    assert machine.apply(Tick(), 0.0, idle=True) == []
-    assert answer(machine, "new", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
-    assert machine.held
-    assert machine.awake == {"old"}
+    assert machine.apply(orders.sleep("t", True, level=2), 0.0, idle=True) == [orders.rest("b", True, 2)]
+    assert answer(machine, "b", ASLEEP) == [orders.rests("t", True)]

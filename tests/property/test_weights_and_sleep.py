@@ -11,6 +11,7 @@ hears of, and once; who has none of them waits for the next update.
 from collections import deque
 
 import numpy as np
+import orders
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshots import again
@@ -27,9 +28,7 @@ from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.store import Store
-from seer.services.buffer.weights import events as weight_events
-from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.response_store import Store
 from seer.services.buffer.weights.machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
@@ -96,24 +95,30 @@ class World:
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0, lambda _: None),
-            MediaMachine(0), 1e9, 1e9,
-            to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
-            to_address=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, on_loss=lambda name: None, record=self.tell_twin,
+            MediaMachine(0), 1e9, 1e9, self, [self],
         )  # fmt: skip
         twin = RequestMachine(self.machine.policy, self.machine.limits)
         self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep.SleepMachine(50.0))
 
-    def tell_twin(self, now, event, answered):
+    def record(self, now, event, answered):
         assert self.twin.apply(event, now) == answered
-        for item in answered:
-            if isinstance(item, weight_instructions.Receivers):
-                self.receivers |= {(name, self.weights.live.source) for name in item.instances}
+        for loading in orders.pick(answered, wire.WeightsLoading):
+            self.receivers |= {(name, self.weights.live.source) for name in loading.engines}
 
     def now(self):
         return self.time
 
-    def hear(self, name, message):
+    def life(self, life, message):
+        self.answers.append(message)
+
+    trainer = life
+
+    def publish(self, message):
+        """Nobody listens."""
+
+    forget_engine = publish
+
+    def engine(self, name, message):
         engine = self.engines[name]
         match message:
             case wire.LoadWeights():
@@ -148,16 +153,14 @@ class World:
             case "lose":
                 self.lose(name)
             case "update" if self.sleep.wanted is not ASLEEP:
-                self.conductor.apply(weight_events.UpdateAsked("t", number, f"/w{number}", call_id=number))
+                self.conductor.apply(orders.update("t", number, f"/w{number}", call_id=number))
             case "update in place" if self.sleep.wanted is not ASLEEP:
                 self.asked += 1
                 source = f"inplace:spool:{self.asked}"
-                self.conductor.apply(
-                    weight_events.UpdateAsked("t", number, source, source, call_id=self.asked)
-                )
+                self.conductor.apply(orders.update("t", number, source, source, call_id=self.asked))
             case "sleep" | "sleep 2" | "wake" | "wake weights" | "wake kv" if not self.weights.updating:
                 level = 2 if kind == "sleep 2" else 1
-                asked = sleep.SleepAsked("t", kind not in TAGS, 0, level, TAGS.get(kind, ()))
+                asked = orders.sleep("t", kind not in TAGS, 0, level, TAGS.get(kind, ()))
                 self.conductor.apply(asked)
             case "answer" | "fail" if engine is not None and engine.orders:
                 self.obey(name, engine, "broken" if kind == "fail" else "")
@@ -185,17 +188,15 @@ class World:
                 if order.asleep and order.level == 2 and engine.version >= 0:
                     engine.version, engine.dropped = -1, engine.version
                 state, dropped = engine.state, engine.dropped is not None
-                answered = sleep.SleepAnswered(name, bool(state), tuple(state.tags), dropped)
+                answered = orders.slept(name, bool(state), tuple(state.tags), dropped)
                 self.conductor.apply(answered)
             case wire.PrepareWeights():
                 digest = order.source if is_in_place(order.source) else f"d{order.version}"
-                self.conductor.apply(
-                    weight_events.Prepared(name, order.version, digest, problem, order.call_id)
-                )
+                self.conductor.apply(orders.prepared(name, order.version, digest, problem, order.call_id))
             case wire.LoadWeights():
                 assert engine.state is not ASLEEP
                 engine.version, engine.dropped = -1 if problem else order.version, None
-                self.conductor.apply(weight_events.Loaded(name, order.version, problem, order.call_id))
+                self.conductor.apply(orders.loaded(name, order.version, problem, order.call_id))
 
     def submit(self):
         self.submitted += 1
@@ -210,7 +211,7 @@ class World:
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):
             del self.chunks[key]
-            ended = events.ChunkEnded(name, key, chunk.attempt, 1, "stop", "")
+            ended = orders.ended(name, key, chunk.attempt, 1, "stop", "")
             self.conductor.apply(ended, Ended(np.array([7], np.int32), np.zeros(1, np.float32)))
 
     def settle(self):
@@ -234,9 +235,7 @@ def register(engine):
         weight_version=engine.version,
         weights_digest=f"d{version}" if version >= 0 else "",
         weights_source=f"/w{version}" if version > 0 else "",
-        asleep=bool(engine.state),
         sleeping=engine.state.tags,
-        sleep_levels=True,
         dropped_version=-1 if engine.dropped is None else engine.dropped,
     )
 

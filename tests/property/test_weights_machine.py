@@ -1,11 +1,12 @@
 """The weights machine's invariants under any order of events, with instances that keep their own books."""
 
+import orders
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from seer.common import wire
 from seer.common.weights.in_place import is_in_place
-from seer.services.buffer.events import Joined, Left, Tick, Weights
-from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.events import FromEngine, Joined, Left, Tick, ToEngine, ToTrainer, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
 from seer.services.buffer.weights.machine import RETRY_SECONDS, WeightsMachine
 
@@ -23,6 +24,10 @@ STEPS = st.lists(
 def same(one, other):
     """Whether weights are the same, wherever they come from."""
     return (one.version, one.digest) == (other.version, other.digest)
+
+
+def weights_of(order):
+    return Weights(order.version, order.digest, order.source)
 
 
 class World:
@@ -46,8 +51,10 @@ class World:
             return True
         told, when = self.told.get(name, (None, 0.0))
         if live is not None and told is not None and same(told, live):
-            if isinstance(event, weight_events.Loaded):
-                return event.instance == name and event.problem and event.version == live.version
+            if isinstance(event, FromEngine) and isinstance(event.message, wire.WeightsLoaded):
+                return (
+                    event.instance == name and event.message.problem and event.message.version == live.version
+                )
             if isinstance(event, Tick):
                 return when + 5.0 < self.now
         return (live is None or not live.source) and isinstance(event, Joined)
@@ -57,18 +64,21 @@ class World:
         had = bool(self.admitted)
         ran_old = not self.idle
         items = self.machine.apply(event, self.now, idle=self.idle)
-        loads = [each for each in items if isinstance(each, weight_instructions.Load)]
-        receivers = [each for each in items if isinstance(each, weight_instructions.Receivers)]
-        in_place = [each.instance for each in loads if is_in_place(each.weights.source)]
-        assert in_place == [name for each in receivers for name in each.instances]
+        in_place = [
+            each.instance for each in items
+            if isinstance(each, ToEngine) and is_in_place(getattr(each.message, "source", ""))
+            and isinstance(each.message, wire.LoadWeights)
+        ]  # fmt: skip
+        assert in_place == [name for each in orders.pick(items, wire.WeightsLoading) for name in each.engines]
         for item in items:
             match item:
-                case weight_instructions.Prepare() | weight_instructions.Load():
-                    self.orders[item.instance].append(item)
-                    if isinstance(item, weight_instructions.Load):
-                        assert same(item.weights, self.machine.live)
-                        assert item.instance not in self.admitted
-                        self.told[item.instance] = item.weights, self.now
+                case ToEngine(name, wire.PrepareWeights() as order):
+                    self.orders[name].append(order)
+                case ToEngine(name, wire.LoadWeights() as order):
+                    self.orders[name].append(order)
+                    assert same(order, self.machine.live)
+                    assert name not in self.admitted
+                    self.told[name] = weights_of(order), self.now
                 case weight_instructions.Admit():
                     self.admitted.add(item.instance)
                     self.served_versions.add(self.machine.live.version)
@@ -79,9 +89,9 @@ class World:
                     self.held = not self.held
                 case weight_instructions.Abort():
                     self.idle, ran_old = True, False
-                case weight_instructions.Report() | weight_instructions.Fail():
-                    if self.open.get(item.trainer) == item.call_id:
-                        del self.open[item.trainer]
+                case ToTrainer(trainer, wire.WeightsLive() | wire.WeightsFailed() as answer):
+                    if self.open.get(trainer) == answer.call_id:
+                        del self.open[trainer]
         self.check(event, before, ran_old, quarantined, had)
 
     def check(self, event, before, ran_old, quarantined, had):
@@ -105,26 +115,24 @@ class World:
             version = number // 3 - 1  # below, at and above what is live
             source = f"/w{version}" if version else ""
             self.loaded[name], self.orders[name] = Weights(version, f"d{version}", source), []
-            self.handle(Joined(name, weights=self.loaded[name]))
+            self.handle(orders.joined(name, weights=self.loaded[name]))
         elif what == "lose" and name in self.loaded:
             del self.loaded[name], self.orders[name]
             self.admitted.discard(name)
             self.handle(Left([name]))
         elif what == "ask":
             self.asked += 1
-            mode = list(weight_events.InFlight)[number % 3]
+            mode = ("finish", "abort", "error")[number % 3]
             trainer = "t" if number % 2 else f"t{self.asked}"  # one asks again and again
             self.open[trainer] = self.asked
             # The same weights may be in two places; where a digest is named, both are one question.
             source, digest = (f"/w{number}", "") if name != "c" else (f"/elsewhere{number}", f"d{number}")
-            self.handle(weight_events.UpdateAsked(trainer, number, source, digest, mode, self.asked))
+            self.handle(orders.update(trainer, number, source, digest, mode, self.asked))
         elif what == "ask in place":
             self.asked += 1
             self.open[f"t{self.asked}"] = self.asked
             source = f"inplace:spool:{self.asked}"
-            self.handle(
-                weight_events.UpdateAsked(f"t{self.asked}", number, source, source, call_id=self.asked)
-            )
+            self.handle(orders.update(f"t{self.asked}", number, source, source, call_id=self.asked))
         elif what == "answer" and self.orders.get(name):
             self.answer(name, self.orders[name].pop(0), failing=number == 0)
         elif what == "work":
@@ -136,19 +144,19 @@ class World:
 
     def answer(self, name, order, failing):
         problem = "broken" if failing else ""
-        if isinstance(order, weight_instructions.Prepare):
+        if isinstance(order, wire.PrepareWeights):
             digest = order.source if is_in_place(order.source) else f"d{order.version}"
-            self.handle(weight_events.Prepared(name, order.version, digest, problem, order.call_id))
-        elif isinstance(order, weight_instructions.Load):
-            self.loaded[name] = None if failing else order.weights
-            self.handle(weight_events.Loaded(name, order.weights.version, problem, order.call_id))
+            self.handle(orders.prepared(name, order.version, digest, problem, order.call_id))
+        elif isinstance(order, wire.LoadWeights):
+            self.loaded[name] = None if failing else weights_of(order)
+            self.handle(orders.loaded(name, order.version, problem, order.call_id))
 
     def settle(self):
         """Let every instance do all that it was told, with success."""
         self.idle = True
         self.handle(Tick())
         while any(self.orders.values()):
-            for name in [name for name, orders in self.orders.items() if orders]:
+            for name in [name for name, waiting in self.orders.items() if waiting]:
                 self.answer(name, self.orders[name].pop(0), failing=False)
 
     def served(self):

@@ -1,12 +1,13 @@
 """Trajectories between two turns, in the buffer: one next turn each, counted once, known to context until they end."""
 
+import orders
 import pytest
 
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.types import TurnSpec
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
-from seer.services.buffer.requests.trajectories import Trajectories
+from seer.services.buffer.requests.turn_placement import Trajectories
 
 ESTIMATE = Estimate(50.0)
 
@@ -65,7 +66,7 @@ def test_who_is_forgotten_leaves_nothing(trajectories):
     trajectories.submitted(turn("2", generated=5))
     out = []
     trajectories.aborted(out)
-    assert out == [GroupClosed("r/1")]
+    assert out == [orders.closed("r/1")]
     assert trajectories.awaited == 0
     assert not any((trajectories.away, trajectories.latest, trajectories.returning))
 
@@ -73,14 +74,16 @@ def test_who_is_forgotten_leaves_nothing(trajectories):
 @pytest.mark.parametrize(("submission", "ends"), [(0, True), (2, False), (3, True), (4, True)])
 def test_an_end_is_of_its_submission_and_of_earlier_ones(trajectories, submission, ends):
     out = []
-    trajectories.finished("trainer", "r", ["1"], submission, out)
-    assert out == ([RequestProgress("r/1", 0, 5, True), GroupClosed("r/1")] if ends else [])
+    trajectories.finished(
+        "trainer", wire.Cancel(rollout_id="r", prompt_ids=["1"], submission=submission), out
+    )
+    assert out == ([orders.progress("r/1", 0, 5, True), orders.closed("r/1")] if ends else [])
     assert trajectories.awaited == (not ends)
 
 
 def test_only_its_trainer_ends_it(trajectories):
     out = []
-    trajectories.finished("another", "r", ["1"], 0, out)
+    trajectories.finished("another", wire.Cancel(rollout_id="r", prompt_ids=["1"], submission=0), out)
     assert (out, trajectories.awaited) == ([], 1)
 
 
@@ -99,13 +102,13 @@ def test_a_turn_that_is_repeated_is_the_latest_and_the_one_after_it_is_closed(tr
     assert list(trajectories.away) == ["r/0"]
     assert trajectories.away["r/0"].since == 2.0
     assert out == [
-        GroupOpened("r/0", 1, 4, 100, "r/g", 0), RequestProgress("r/0", 0, 3, False), GroupClosed("r/1"),
+        orders.opened("r/0", 1, 4, 100, "r/g", 0), orders.progress("r/0", 0, 3, False), orders.closed("r/1"),
     ]  # fmt: skip
     assert trajectories.continues(turn("1 again", generated=3))
 
 
 def test_a_repeated_turn_that_is_under_way_is_the_latest_and_not_away(trajectories):
-    assert repeat(trajectories, turn("0")) == [GroupClosed("r/1")]
+    assert repeat(trajectories, turn("0")) == [orders.closed("r/1")]
     assert not trajectories.away
     assert trajectories.latest == {("trainer", "trajectory", -1): "r/0"}
 

@@ -80,7 +80,7 @@ def test_sections_are_refused_under_the_names_that_files_have():
     "override",
     [
         "buffer.max_requests=-1", "buffer.engine_silence_seconds=-3", "buffer.engine_silence_seconds=nan",
-        "buffer.trainer_lease_seconds=0", "buffer.max_attempts=0", "buffer.result_bytes=-5", "engine.load_seconds=inf",
+        "buffer.trainer_lease_seconds=0", "buffer.engine_silence_seconds=1.5", "buffer.result_bytes=-5", "engine.load_seconds=inf",
         "gateway.client_seconds=-inf", "engine.gpu_memory_utilization=1.5", "engine.vllm.cudagraph_capture_sizes=[0]",
     ],
 )  # fmt: skip
@@ -93,14 +93,6 @@ def test_no_door_takes_what_makes_no_sense(override, tmp_path):
     for arguments in ((file,), (None, environ), (None, {}, [override])):
         with pytest.raises(ConfigError, match=rf"{name} = .*: give a (whole )?number from"):
             load(*arguments)
-
-
-def test_a_silence_shorter_than_reports_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"engine_silence_seconds = 20: engines report every .* 15: give at least 30"
-    ):
-        load(None, {}, ["engine.status_seconds=15"])
-    assert load(None, {}, ["engine.status_seconds=10"]).engine.status_seconds == 10
 
 
 def test_bounds_say_what_to_set_instead():

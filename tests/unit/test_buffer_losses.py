@@ -1,11 +1,13 @@
 """What a lost engine and a lost chunk cost a request, and what is held against it."""
 
+import orders
 from buffer_events import CAPACITY, LARGE, die, end, make, pick, submit
 from invariants import check
 from msgspec import structs
 
-from seer.services.buffer.events import Joined, Left, Tick
-from seer.services.buffer.requests import events, instructions
+from seer.common import wire
+from seer.services.buffer.events import Left, Tick
+from seer.services.buffer.requests import instructions
 
 
 def test_the_loss_of_engines_says_nothing_against_a_request():
@@ -13,7 +15,7 @@ def test_the_loss_of_engines_says_nothing_against_a_request():
     submit(machine, "p", n=1)
     for life in range(20):
         machine.apply(Left(["a"]), 1.0)
-        (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, life), 1.0), instructions.Dispatch)
+        (dispatch,) = pick(machine.apply(orders.joined("a", CAPACITY, life), 1.0), instructions.Dispatch)
         check(machine)
     assert not machine.requests["r/p#0"].alone
     assert pick(end(machine, dispatch), instructions.Keep)
@@ -31,7 +33,7 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
             if machine.requests["r/poison#0"].alone:
                 alone.append(machine.instances[poison.instance].chunks)
             news = die(machine, poison.instance, lives)
-            refused = pick(news, instructions.Refuse)
+            refused = pick(news, wire.Refused)
             out = [d for d in pick(out, instructions.Dispatch) if d.instance != poison.instance] + news
             if refused:
                 (refusal,) = refused
@@ -52,7 +54,7 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
 
 def test_an_engine_whose_connection_alone_broke_did_not_die():
     machine = make(engines=())
-    machine.apply(Joined("a", CAPACITY, 7), 0.0)
+    machine.apply(orders.joined("a", CAPACITY, 7), 0.0)
     submit(machine, "p", n=1)
     for _ in range(5):
         die(machine, "a", 7)
@@ -91,8 +93,8 @@ def test_losses_count_in_a_row_and_those_of_engines_not_at_all():
     for _ in range(2):
         for _ in range(2):
             machine.apply(Left(["a"]), 1.0)
-            (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, 0), 1.0), instructions.Dispatch)
-        rejected = events.ChunkRejected("a", "r/p#0", dispatch.attempt, fatal=False, message="no")
+            (dispatch,) = pick(machine.apply(orders.joined("a", CAPACITY, 0), 1.0), instructions.Dispatch)
+        rejected = orders.rejected("a", "r/p#0", dispatch.attempt, fatal=False, message="no")
         (dispatch,) = pick(machine.apply(rejected, 1.0), instructions.Dispatch)
         (dispatch,) = pick(end(machine, dispatch), instructions.Dispatch)
 
@@ -107,13 +109,13 @@ def test_an_answer_of_another_engine_than_the_one_that_runs_a_chunk_changes_noth
 
 def test_time_set_aside_counts_anew_after_a_chunk_ran():
     machine = make(engines=("small",), engine_wait_seconds=10.0)
-    machine.apply(Joined("large", LARGE), 0.0)
+    machine.apply(orders.joined("large", LARGE), 0.0)
     submit(machine, "p", n=1, prompt_len=1000)
     for now in (1.0, 9.0):
         machine.apply(Left(["large"]), now)
         assert machine.scheduler.parked
         machine.apply(Tick(), now + 7.0)
-        machine.apply(Joined("large", LARGE), now + 7.5)
+        machine.apply(orders.joined("large", LARGE), now + 7.5)
     assert machine.requests["r/p#0"].instance == "large"
 
 
@@ -130,8 +132,8 @@ def test_who_runs_alone_on_an_engine_that_falls_silent_is_tried_again():
     machine = suspects("p")
     assert machine.requests["r/p#0"].alone
     out = machine.apply(Left(["a"]), 2.0)
-    assert not pick(out, instructions.Refuse)
-    (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, 50), 3.0), instructions.Dispatch)
+    assert not pick(out, wire.Refused)
+    (dispatch,) = pick(machine.apply(orders.joined("a", CAPACITY, 50), 3.0), instructions.Dispatch)
     check(machine)
     out = end(machine, dispatch)
     assert pick(out, instructions.Keep)
@@ -147,8 +149,8 @@ def test_a_group_that_fails_with_a_suspect_takes_its_siblings_along():
         end(machine, instructions.Dispatch(other.instance, "r/p#1", other.attempt, 16))
     assert (poison.alone, other.alone, {poison.instance, other.instance}) == (True, False, {"a", "b"})
     gone = Left([poison.instance, other.instance], died=True)
-    assert not pick(machine.apply(gone, 2.0), instructions.Refuse)
-    (refused,) = pick(machine.apply(Tick(), 33.0), instructions.Refuse)
+    assert not pick(machine.apply(gone, 2.0), wire.Refused)
+    (refused,) = pick(machine.apply(Tick(), 33.0), wire.Refused)
     assert refused.prompt_ids == ["p"]
     assert not machine.requests
     check(machine)
@@ -158,19 +160,19 @@ def test_a_suspect_that_is_cancelled_is_forgotten():
     machine = suspects("p", "q")
     (waiting,) = machine.scheduler.suspects
     group = machine.requests[waiting].group
-    machine.apply(events.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
+    machine.apply(orders.cancelled("t", "r", [group.prompt_id]), 2.0)
     check(machine)
     assert machine.waiting == 0
 
 
 def test_a_suspect_that_was_set_aside_runs_alone_in_the_end():
     machine = make(engines=("small",))
-    machine.apply(Joined("large", LARGE, 1), 0.0)
+    machine.apply(orders.joined("large", LARGE, 1), 0.0)
     submit(machine, "p", "q", n=1, prompt_len=1000)
     for life in (2, 3, 4):
         machine.apply(Left(["large"], died=True), 1.0)
         assert len(machine.scheduler.parked) == 2
-        machine.apply(Joined("large", LARGE, life), 2.0)
+        machine.apply(orders.joined("large", LARGE, life), 2.0)
         check(machine)
     assert machine.instances["large"].chunks == 1
     assert len(machine.scheduler.suspects) == 1
@@ -200,8 +202,8 @@ def test_who_was_lost_alone_with_a_connection_that_broke_goes_on():
     suspected(machine)
     machine.apply(Left(["a"], died=True), 10.0)
     check(machine)
-    assert not pick(machine.apply(Tick(), 39.0), instructions.Refuse)
-    machine.apply(Joined("a", CAPACITY, 3), 39.5)
+    assert not pick(machine.apply(Tick(), 39.0), wire.Refused)
+    machine.apply(orders.joined("a", CAPACITY, 3), 39.5)
     check(machine)
     assert machine.requests["r/p#0"].instance == "a"
     assert not machine.deaths.lost_alone
@@ -217,7 +219,7 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     machine.apply(Left([request.instance], died=True), 10.0)
     check(machine)
     assert request.instance == ""
-    (refused,) = pick(machine.apply(Tick(), 41.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 41.0), wire.Refused)
     assert "on the last one alone" in refused.message
     check(machine)
     assert not machine.deaths._dead_lives
@@ -229,7 +231,7 @@ def followed(machine):
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.apply(events.RolloutCancelled("t", "r", ["p"]), 1.0)
+    machine.apply(orders.cancelled("t", "r", ["p"]), 1.0)
     request = machine.requests["r/q#0"]
     assert (request.instance, request.alone) == ("a", False)
     return request
@@ -259,8 +261,8 @@ def test_a_stall_of_ones_own_accuses_nobody():
     machine.apply(Left(["a"], died=True), 1.0)
     machine.apply(Tick(), 1.5)
     assert not pick(
-        machine.apply(Tick(), 50.0), instructions.Refuse
+        machine.apply(Tick(), 50.0), wire.Refused
     )  # it stood still: who came back is not read yet
-    machine.apply(Joined("a", CAPACITY, 3), 50.1)
+    machine.apply(orders.joined("a", CAPACITY, 3), 50.1)
     check(machine)
     assert machine.requests["r/p#0"].alone

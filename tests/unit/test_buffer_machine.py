@@ -1,12 +1,13 @@
+import orders
 import pytest
 from buffer_events import CAPACITY, LARGE, end, make, pick, run_to_end, submit
 from invariants import check
 
-from seer.common.group_events import RequestProgress
+from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, STAY
 from seer.common.types import Capacity
-from seer.services.buffer.events import Joined, Left, Tick
+from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -14,7 +15,7 @@ from seer.services.buffer.requests.machine import RequestMachine
 def test_a_group_is_chunked_run_and_delivered_once():
     machine = make()
     out = submit(machine, "p")
-    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["p"], weight_version=0)]
+    assert pick(out, wire.Accepted) == [wire.Accepted(rollout_id="r", prompt_ids=["p"], weight_version=0)]
     first = pick(out, instructions.Dispatch)
     assert [d.max_new_tokens for d in first] == [16, 16]
     assert {d.instance for d in first} == {"a", "b"}
@@ -22,7 +23,7 @@ def test_a_group_is_chunked_run_and_delivered_once():
     assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
     assert len(kept) == 4
     assert machine.counters["tokens"] == 64
-    assert pick(machine.apply(events.GroupsAcknowledged("t", "r", ["p"]), 2.0), instructions.Forget) == [
+    assert pick(machine.apply(orders.acknowledged("t", "r", ["p"]), 2.0), instructions.Forget) == [
         instructions.Forget("r/p")
     ]
     assert not machine.groups
@@ -34,7 +35,7 @@ def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
     machine = make(engines=("a",))
     (old, *_) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     machine.apply(Left(["a"]), 1.0)
-    (new,) = pick(machine.apply(Joined("a", CAPACITY), 2.0), instructions.Dispatch)
+    (new,) = pick(machine.apply(orders.joined("a", CAPACITY), 2.0), instructions.Dispatch)
     assert new.attempt == old.attempt + 1
     assert not pick(end(machine, old), instructions.Keep)
     assert machine.counters["late"] == 1
@@ -58,10 +59,8 @@ def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
     for _ in range(2):
         request = machine.requests.get("r/p#0")
         assert request is not None
-        out = machine.apply(
-            events.ChunkRejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0
-        )
-    (refusal,) = pick(out, instructions.Refuse)
+        out = machine.apply(orders.rejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0)
+    (refusal,) = pick(out, wire.Refused)
     assert refusal.prompt_ids == ["p"]
     assert refusal.code == "failed"
     assert "lost 2 times" in refusal.message
@@ -74,9 +73,9 @@ def test_a_fatal_rejection_drops_the_siblings():
     dispatches = pick(submit(machine, "p", n=2), instructions.Dispatch)
     bad = dispatches[0]
     out = machine.apply(
-        events.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
+        orders.rejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
     )
-    assert [d.request_id for d in pick(out, instructions.Drop)] == [dispatches[1].request_id]
+    assert [d.request_id for d in pick(out, wire.DropChunk)] == [dispatches[1].request_id]
     assert not machine.groups
     check(machine)
 
@@ -88,9 +87,9 @@ def test_a_fatal_rejection_drops_the_siblings():
 def test_what_fits_no_instance_is_refused_at_submission(prompt_len, max_tokens, fits):
     machine = make()
     out = submit(machine, "p", max_tokens=max_tokens, prompt_len=prompt_len)
-    assert bool(pick(out, instructions.Accept)) == fits
+    assert bool(pick(out, wire.Accepted)) == fits
     if not fits:
-        (refusal,) = pick(out, instructions.Refuse)
+        (refusal,) = pick(out, wire.Refused)
         assert "max_model_len 256" in refusal.message
         assert not machine.rollouts
 
@@ -121,10 +120,10 @@ def test_submissions_wait_for_a_first_engine_then_fail():
     machine = make(engines=(), engine_wait_seconds=10.0)
     assert submit(machine, "p") == [instructions.Take("r/p", "p")]
     machine.apply(Tick(), 9.0)
-    (refusal,) = pick(machine.apply(Tick(), 11.0), instructions.Refuse)
+    (refusal,) = pick(machine.apply(Tick(), 11.0), wire.Refused)
     assert "no engine" in refusal.message
     submit(machine, "p", now=12.0)
-    assert pick(machine.apply(Joined("a", CAPACITY), 13.0), instructions.Accept)
+    assert pick(machine.apply(orders.joined("a", CAPACITY), 13.0), wire.Accepted)
     check(machine)
 
 
@@ -132,8 +131,8 @@ def test_work_fails_when_no_engine_comes_back():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     submit(machine, "p")
     machine.apply(Left(["a"]), 1.0)
-    assert not pick(machine.apply(Tick(), 10.0), instructions.Refuse)
-    assert pick(machine.apply(Tick(), 12.0), instructions.Refuse)
+    assert not pick(machine.apply(Tick(), 10.0), wire.Refused)
+    assert pick(machine.apply(Tick(), 12.0), wire.Refused)
     assert not machine.groups
 
 
@@ -142,11 +141,11 @@ def test_what_expires_together_expires_in_the_order_of_ids():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     prompts = [f"p{number:02}" for number in range(30)]
     large = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2560)
-    machine.apply(Joined("b", large), 0.0)
+    machine.apply(orders.joined("b", large), 0.0)
     submit(machine, *prompts, n=1, prompt_len=250)
     machine.apply(Left(["b"]), 0.0)
     check(machine)
-    refused = pick(machine.apply(Tick(), 20.0), instructions.Refuse)
+    refused = pick(machine.apply(Tick(), 20.0), wire.Refused)
     assert [refusal.prompt_ids for refusal in refused] == [prompts]
     check(machine)
 
@@ -154,24 +153,24 @@ def test_what_expires_together_expires_in_the_order_of_ids():
 def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
     big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
     machine = make(engines=("a",))
-    machine.apply(Joined("big", big), 0.0)
+    machine.apply(orders.joined("big", big), 0.0)
     submit(machine, "p", n=1, max_tokens=1000, prompt_len=250)
     submit(machine, "q", n=1)
     machine.apply(Left(["big"]), 1.0)
     check(machine)
     assert machine.scheduler.parked == {"r/p#0"}
     assert machine.requests["r/q#0"].instance == "a"
-    assert pick(machine.apply(Joined("big", big), 2.0), instructions.Dispatch)[0].request_id == "r/p#0"
+    assert pick(machine.apply(orders.joined("big", big), 2.0), instructions.Dispatch)[0].request_id == "r/p#0"
     check(machine)
 
 
 def test_resubmission_is_harmless_and_redelivers_what_is_finished():
     machine = make()
     out = submit(machine, "p", n=1)
-    assert pick(submit(machine, "p", n=1), instructions.Accept)
+    assert pick(submit(machine, "p", n=1), wire.Accepted)
     run_to_end(machine, out)
     assert pick(submit(machine, "p", n=1), instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
-    assert pick(submit(machine, "p", trainer="other"), instructions.Refuse)
+    assert pick(submit(machine, "p", trainer="other"), wire.Refused)
     check(machine)
 
 
@@ -179,13 +178,13 @@ def test_cancel_drops_what_runs_and_keeps_what_is_finished():
     machine = make()
     run_to_end(machine, submit(machine, "p", n=1))
     submit(machine, "q", "s", n=1)
-    out = machine.apply(events.RolloutCancelled("t", "r", []), 2.0)
-    assert [(refusal.prompt_ids, refusal.code) for refusal in pick(out, instructions.Refuse)] == [
+    out = machine.apply(orders.cancelled("t", "r", []), 2.0)
+    assert [(refusal.prompt_ids, refusal.code) for refusal in pick(out, wire.Refused)] == [
         (["q", "s"], "cancelled")
     ]
-    assert len(pick(out, instructions.Drop)) == 2
+    assert len(pick(out, wire.DropChunk)) == 2
     assert set(machine.groups) == {"r/p"}
-    assert not pick(machine.apply(events.RolloutCancelled("other", "r", []), 2.0), instructions.Forget)
+    assert not pick(machine.apply(orders.cancelled("other", "r", []), 2.0), instructions.Forget)
     check(machine)
 
 
@@ -212,9 +211,9 @@ def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
 def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
     machine = make(engines=("a",))
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
-    event = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt, 0)
+    event = orders.ended("a", dispatch.request_id, dispatch.attempt, 0)
     (again,) = pick(machine.apply(event, 1.0), instructions.Dispatch)
-    event = events.ChunkEnded("a", again.request_id, again.attempt, 33)
+    event = orders.ended("a", again.request_id, again.attempt, 33)
     out = machine.apply(event, 1.0)
     assert not pick(out, instructions.Keep)
     assert machine.counters["lost"] == 2
@@ -226,7 +225,7 @@ def test_estimates_reach_the_policys_order():
     assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(
         machine_request(), Estimate(9.0)
     )
-    machine.apply(Joined("a", CAPACITY), 0.0)
+    machine.apply(orders.joined("a", CAPACITY), 0.0)
     submit(machine, "p", n=30)
     machine.apply(events.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
     assert machine.estimates == {"r/p": Estimate(12.0, 0.5)}
@@ -246,21 +245,21 @@ def test_a_submission_that_waits_for_an_engine_is_held_once():
         instructions.Take("r/q", "q"),
     ]
     assert submit(machine, "p", "q", "s", now=6.0) == [instructions.Take("r/s", "s")]
-    (refused,) = pick(machine.apply(Tick(), 11.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 11.0), wire.Refused)
     assert refused.prompt_ids == ["p", "q"]
-    out = machine.apply(Joined("a", CAPACITY), 12.0)
-    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["s"], weight_version=0)]
+    out = machine.apply(orders.joined("a", CAPACITY), 12.0)
+    assert pick(out, wire.Accepted) == [wire.Accepted(rollout_id="r", prompt_ids=["s"], weight_version=0)]
     check(machine)
 
 
 def test_part_of_a_submission_that_waits_for_an_engine_can_be_cancelled():
     machine = make(engines=())
     submit(machine, "p", "q")
-    assert pick(machine.apply(events.RolloutCancelled("another", "r", []), 1.0), instructions.Refuse) == []
-    (refused,) = pick(machine.apply(events.RolloutCancelled("t", "r", ["p"]), 1.0), instructions.Refuse)
+    assert pick(machine.apply(orders.cancelled("another", "r", []), 1.0), wire.Refused) == []
+    (refused,) = pick(machine.apply(orders.cancelled("t", "r", ["p"]), 1.0), wire.Refused)
     assert (refused.prompt_ids, refused.code) == (["p"], "cancelled")
-    out = machine.apply(Joined("a", CAPACITY), 2.0)
-    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["q"], weight_version=0)]
+    out = machine.apply(orders.joined("a", CAPACITY), 2.0)
+    assert pick(out, wire.Accepted) == [wire.Accepted(rollout_id="r", prompt_ids=["q"], weight_version=0)]
     check(machine)
 
 
@@ -270,21 +269,21 @@ def test_a_finished_group_is_delivered_again_without_any_engine():
     machine.apply(Left(["a"]), 2.0)
     out = submit(machine, "p", "q", now=3.0)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
-    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["p"], weight_version=0)]
-    assert pick(machine.apply(Joined("a", CAPACITY), 4.0), instructions.Accept) == [
-        instructions.Accept(b"", "r", ["q"], weight_version=0)
+    assert pick(out, wire.Accepted) == [wire.Accepted(rollout_id="r", prompt_ids=["p"], weight_version=0)]
+    assert pick(machine.apply(orders.joined("a", CAPACITY), 4.0), wire.Accepted) == [
+        wire.Accepted(rollout_id="r", prompt_ids=["q"], weight_version=0)
     ]
 
 
 def test_a_request_that_fits_no_engine_left_fails_in_time():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
-    machine.apply(Joined("large", LARGE), 0.0)
+    machine.apply(orders.joined("large", LARGE), 0.0)
     submit(machine, "p", n=2, max_tokens=32, prompt_len=1000)
     machine.apply(Left(["large"]), 1.0)
-    machine.apply(Joined("b", CAPACITY), 9.0)  # no help: the wait goes on
+    machine.apply(orders.joined("b", CAPACITY), 9.0)  # no help: the wait goes on
     assert machine.scheduler.parked == {"r/p#0", "r/p#1"}
     assert machine.apply(Tick(), 10.9) == []
-    (refused,) = pick(machine.apply(Tick(), 11.1), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 11.1), wire.Refused)
     assert (refused.prompt_ids, refused.code) == (["p"], "failed")
     assert not machine.requests
     check(machine)
@@ -296,7 +295,7 @@ def test_attempts_of_two_lives_never_meet():
         for base in (10**6, 2 * 10**6)
     )
     for machine in (first, second):
-        machine.apply(Joined("a", CAPACITY), 0.0)
+        machine.apply(orders.joined("a", CAPACITY), 0.0)
     (old,) = pick(submit(first, "p", n=1), instructions.Dispatch)
     (new,) = pick(submit(second, "p", n=1), instructions.Dispatch)
     assert end(second, old) == []
@@ -312,7 +311,7 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
     known = {"r/p": [70], "r/unknown": [1]}
     machine.apply(events.EstimatesChanged({}, known), 0.5)
     out = end(machine, first, drafted=[8, 2], accepted=[4, 0])
-    (progress,) = pick(out, RequestProgress)
+    (progress,) = pick(out, wire.RequestProgress)
     assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
     assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[70]]
     assert [dispatch.acceptance for dispatch in pick(end(machine, other), instructions.Dispatch)] == [[]]
@@ -321,7 +320,7 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
 def test_a_late_answer_tells_nothing_of_drafts():
     machine = make(engines=("a",))
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
-    late = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
+    late = orders.ended("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
     assert machine.apply(late, 1.0) == []
 
 
@@ -337,7 +336,7 @@ def test_requests_go_on_where_an_earlier_life_had_them():
     assert {(d.request_id, d.max_new_tokens) for d in pick(out, instructions.Dispatch)} == {
         ("r/p#0", 12), ("r/p#1", 16),
     }  # fmt: skip
-    news = {(each.index, each.generated, each.finished) for each in pick(out, RequestProgress)}
+    news = {(each.index, each.generated, each.finished) for each in pick(out, wire.RequestProgress)}
     assert news == {(0, 20, False), (2, 7, True)}
     last, _ = run_to_end(machine, out)
     assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
@@ -393,7 +392,7 @@ def test_restored_tokens_count_as_unfinished_ones():
     machine = make(unfinished_tokens=30)
     submit(machine, "old", kept=kept((0, 20)))
     out = submit(machine, "young", kept=kept((0, 20)))
-    (refused,) = pick(out, instructions.Refuse)
+    (refused,) = pick(out, wire.Refused)
     assert refused.prompt_ids == ["young"]
     assert set(machine.groups) == {"r/old"}
     check(machine)
@@ -402,7 +401,7 @@ def test_restored_tokens_count_as_unfinished_ones():
 def seer_machine(seats: int = 2, blocks: int = 1000) -> RequestMachine:
     machine = RequestMachine(POLICIES["seer"], state.Limits(chunk_size=16))
     capacity = Capacity(kv_blocks=blocks, block_size=16, max_num_seqs=seats, max_model_len=4096)
-    machine.apply(Joined("a", capacity), 0.0)
+    machine.apply(orders.joined("a", capacity), 0.0)
     return machine
 
 
@@ -445,7 +444,9 @@ def test_nobody_goes_on_when_it_is_the_turn_of_who_waited_longest():
 def test_who_has_no_room_where_it_runs_does_not_overtake_elsewhere():
     machine = seer_machine(seats=3, blocks=6)
     first, *_ = pick(submit(machine, "p", n=3, max_tokens=94, prompt_len=1), instructions.Dispatch)
-    machine.apply(Joined("b", Capacity(kv_blocks=20, block_size=16, max_num_seqs=3, max_model_len=400)), 0.0)
+    machine.apply(
+        orders.joined("b", Capacity(kv_blocks=20, block_size=16, max_num_seqs=3, max_model_len=400)), 0.0
+    )
     assert pick(submit(machine, "q", n=1, max_tokens=94, prompt_len=200), instructions.Dispatch)
     assert not pick(submit(machine, "r", n=1, max_tokens=100, prompt_len=100), instructions.Dispatch)
     assert machine.instances["b"].has_room(17, 16)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from memory_transport import MemoryNetwork, MemoryTransport
 from streams import Publisher
 from virtual_time import virtual
 
@@ -13,10 +14,10 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
-from seer.common.net.handshake import HELLO_FIRST, Identity
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import HELLO_FIRST, Identity
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
+from seer.services.buffer import server as buffer_server
 from seer.services.buffer import submissions
 from seer.services.buffer.requests.engine_deaths import SUSPECT_DEATHS
 from seer.services.buffer.server import BufferServer
@@ -192,8 +193,9 @@ def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens,
 
 
 @virtual
-async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them():
-    async with buffer(max_attempts=2) as world:
+async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them(monkeypatch):
+    monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 2)
+    async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.submit("p")
         for refused in ([], [["p"]]):
@@ -204,8 +206,9 @@ async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked
 
 
 @virtual
-async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_requests():
-    async with buffer(max_attempts=1) as world:
+async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_requests(monkeypatch):
+    monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 1)
+    async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.submit("p")
         (chunk,) = await engine.chunks()

@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 from channel_server import ENDPOINT, Server, channel, identity, status
+from faulty_transport import Faults, FaultyTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 from structlog.testing import capture_logs
 from virtual_time import virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, Identity, error_of
 from seer.common.net.hub import Hub
-from seer.common.net.transport.faulty import Faults, FaultyTransport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, Identity, error_of
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import _escape, printable
 from seer.common.wire import (
@@ -95,7 +95,7 @@ async def test_another_major_is_refused_loudly(monkeypatch):
         incarnation=1,
     )
     monkeypatch.setattr(Identity, "hello", lambda self, sent: newer)
-    with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 2\.\d+, e1 speaks 3\.0"):
+    with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 3\.\d+, e1 speaks 4\.0"):
         await client.open(5)
     assert server.got == []
     assert server.hub.counters["refused"] == 1

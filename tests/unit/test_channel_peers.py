@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 from channel_server import ENDPOINT, Server, channel, identity, status
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import virtual
 
 from seer.common.errors import Unreachable
-from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
 from seer.common.wire import EngineToBuffer, Hello, Ping, Refused, Welcome, version
 from seer.common.wire.codec import Decoder, encode
 
@@ -34,10 +34,10 @@ class Scripted:
                     await self.router.send(address, encode(answer))
 
 
-def welcome(incarnation=1, lost=False, sent=0, session=0):
+def welcome(incarnation=1, sent=0, session=1):
     return Welcome(
         major=version.MAJOR, minor=0, schema_hash="", name="buffer", incarnation=incarnation,
-        uptime_seconds=0.0, lost=lost, sent=sent, session=session,
+        uptime_seconds=0.0, sent=sent, session=session,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ async def quiet(client, seconds=3 * CHECK_SECONDS):
 @virtual
 async def test_another_life_is_told_even_if_its_first_welcome_was_lost():
     network = MemoryNetwork()
-    await Scripted(welcome(1, lost=True), welcome(1), welcome(2)).start(network)
+    await Scripted(welcome(1), welcome(1), welcome(2)).start(network)
     client = channel(network)
     await client.open(5)
     async with asyncio.timeout(3 * CHECK_SECONDS):
@@ -80,9 +80,9 @@ async def test_a_peer_that_was_forgotten_says_so_once_and_until_it_is_answered()
         await server.router.send(identity().address(), encode(Refused(code=HELLO_FIRST, message="")))
     await quiet(client, 0.5 * HELLO_SECONDS)
     assert server.hellos == 2
-    server.welcomes = [None, welcome(lost=True)]
+    server.welcomes = [None, welcome(session=2)]
     async with asyncio.timeout(2.5 * HELLO_SECONDS):
-        assert (await client.recv()).lost
+        assert (await client.recv()).session == 2
 
 
 @virtual
@@ -143,7 +143,7 @@ async def test_of_too_many_peers_the_longest_silent_one_is_forgotten(monkeypatch
 @virtual
 async def test_a_loss_is_told_once_whoever_repeats_it():
     network = MemoryNetwork()
-    again = welcome(lost=True, session=2)
+    again = welcome(session=2)
     await Scripted(welcome(session=1), again, again).start(network)
     client = channel(network)
     await client.open(5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.common.errors import InvalidField
 from seer.rollout.files import (
     ModelFacts,

@@ -9,8 +9,8 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.rollout.files import read_prompts
-from seer.rollout.journal import prompts_digest
 from seer.rollout.pictures import Pictures
+from seer.rollout.rollout_journal import prompts_digest
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -67,7 +67,7 @@ def test_the_first_row_that_is_answered_otherwise_is_shown(log):
     ("old", "new", "told"),
     [
         (b'"policy":"seer"', b'"policy":"newest"', "policy = 'newest'"),
-        (b'"_wanted":', b'"_eager":[],"_wanted":"yes","_x":', "cannot read the machines' state"),
+        (b'"_requested":', b'"_eager":[],"_requested":"yes","_x":', "cannot read the machines' state"),
         (b'["ChunkEnded",', b'["ChunkOver",', "line "),
         (b'["Dispatch","a"', b'["Dispatch","b"', "line "),
     ],
@@ -83,14 +83,15 @@ def test_what_needs_another_version_says_which(log, old, new, told):
     assert f"version 9.9 wrote it, this is {seer.__version__}: replay it with that" in result.output
 
 
-def test_another_format_is_refused_with_its_version(log):
+def test_a_log_of_before_protocol_3_is_refused_with_its_version(log):
     path = segments.segments(log)[0]
     path.write_bytes(
-        path.read_bytes().replace(b'"format":1', b'"format":2').replace(seer.__version__.encode(), b"9.9")
+        path.read_bytes().replace(b'"format":2', b'"format":1').replace(seer.__version__.encode(), b"0.3.0")
     )
     result = replay(path)
     assert result.exit_code == 1
-    assert "has format 2 of version 9.9, this one reads 1" in result.output
+    told = " ".join(result.output.split())
+    assert "has format 1 of version 0.3.0, this one reads 2: read it with the version that wrote it" in told
 
 
 def test_a_folder_without_logs_is_bad_input(tmp_path):

@@ -12,7 +12,7 @@ from seer.client import BufferLost, DeadlineExceeded, WeightsRefused, prompts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
-from seer.common.net.handshake import CHECK_SECONDS
+from seer.common.net.identity import CHECK_SECONDS
 
 
 async def restart(buffer):

@@ -1,6 +1,7 @@
 """The conductor without sockets: what it sends, and what it tells which machine."""
 
 import numpy as np
+import orders
 import pytest
 from msgspec import structs
 
@@ -16,8 +17,7 @@ from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.store import Store
-from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.response_store import Store
 from seer.services.buffer.weights.machine import WeightsMachine
 
 REGISTER = wire.Register(
@@ -45,19 +45,26 @@ class World:
             self.media,
             20.0,
             60.0,
-            to_engine=lambda name, message: self.sent.append((name, message)),
-            to_trainer=lambda name, message: self.sent.append((name, message)),
-            to_address=lambda life, message: self.sent.append((life.decode(), message)),
-            on_loss=self.lost.append,
-            record=lambda *row: None,
-            publish=lambda message: self.sent.append(("", message)),
+            self,
         )
+        self.forget_engine = self.lost.append
 
     def now(self):
         return self.time
 
+    def engine(self, name, message):
+        self.sent.append((name, message))
+
+    trainer = engine
+
+    def life(self, life, message):
+        self.sent.append((life.decode(), message))
+
+    def publish(self, message):
+        self.sent.append(("", message))
+
     def submit(self, prompts=("p",), max_tokens=8, **fields):
-        submit = (wire.SubmitMedia if "media" in fields else wire.Submit)(
+        submit = wire.Submit(
             rollout_id="r",
             rollout_number=0,
             seed=0,
@@ -75,7 +82,7 @@ class World:
         self.conductor.apply(event, Submitted("t", submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
-        ended = events.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
+        ended = orders.ended(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
         self.conductor.apply(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
 
     def tick_until(self, time, heard=()):
@@ -110,7 +117,7 @@ def silence(world):
 
 
 def oversleep(world):
-    world.conductor.apply(sleep.SleepAsked("t", True))
+    world.conductor.apply(orders.sleep("t", True))
     world.time = 10.0
     world.conductor.apply(Tick())
 
@@ -136,12 +143,12 @@ def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
 def test_submissions_wait_while_either_machine_holds_them():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.apply(sleep.SleepAsked("t", True))
+    world.conductor.apply(orders.sleep("t", True))
     world.submit()
     assert not world.take(wire.RunChunk)
-    world.conductor.apply(sleep.SleepAnswered("a", True))
-    world.conductor.apply(sleep.SleepAsked("t", False))
-    world.conductor.apply(sleep.SleepAnswered("a", False))
+    world.conductor.apply(orders.slept("a", True))
+    world.conductor.apply(orders.sleep("t", False))
+    world.conductor.apply(orders.slept("a", False))
     assert [name for name, _ in world.take(wire.RunChunk)] == ["a"]
 
 
@@ -220,7 +227,7 @@ def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
                 world.end(name, chunk, [1, 2])
     assert len(sent) == 3
     while len(sent) < 20:
-        world.conductor.apply(events.GroupsAcknowledged("t", "r", [sent[-3]]))
+        world.conductor.apply(orders.acknowledged("t", "r", [sent[-3]]))
         sent += [item.prompt_id for _, item in world.take(wire.GroupDone)]
     assert sorted(sent, key=int) == [str(i) for i in range(20)]
     world.conductor.received_from_trainer(b"t", 2)  # what was under way is asked for again
@@ -262,15 +269,15 @@ def test_what_ends_last_lets_an_update_and_sleep_go_on_at_once():
     world.conductor.join("a", REGISTER, 1)
     world.submit()
     [(_, chunk)] = world.take(wire.RunChunk)
-    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/new"))
-    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
+    world.conductor.apply(orders.update("t", 1, "/new"))
+    world.conductor.apply(orders.prepared("a", 1, "d"))
     assert not world.take(wire.LoadWeights)
     world.end("a", chunk, [7])
     assert [name for name, _ in world.take(wire.LoadWeights)] == ["a"]
-    world.conductor.apply(weight_events.Loaded("a", 1))
+    world.conductor.apply(orders.loaded("a", 1))
     world.submit(["q"], weight_version=1, submission=1)
     [(_, chunk)] = world.take(wire.RunChunk)
-    world.conductor.apply(sleep.SleepAsked("t", True))
+    world.conductor.apply(orders.sleep("t", True))
     world.end("a", chunk, [7])
     assert [name for name, _ in world.take(wire.Sleep)] == ["a"]
 
@@ -307,12 +314,12 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     for _, chunk in world.take(wire.RunChunk):
         world.end("a", chunk, [1])
     assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["p"]
-    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w"))
-    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
-    world.conductor.apply(weight_events.Loaded("a", 1))
+    world.conductor.apply(orders.update("t", 1, "/w"))
+    world.conductor.apply(orders.prepared("a", 1, "d"))
+    world.conductor.apply(orders.loaded("a", 1))
     assert world.machine.weight_version == 1
     world.sent.clear()
-    world.conductor.apply(events.GroupsAcknowledged("t", "r", ["p"]))
+    world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
     ((_, done),) = world.take(wire.GroupDone)
     assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")
 
@@ -330,11 +337,11 @@ def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
 def test_a_draining_conductor_stays_until_engines_have_loaded():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/new"))
-    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
+    world.conductor.apply(orders.update("t", 1, "/new"))
+    world.conductor.apply(orders.prepared("a", 1, "d"))
     world.conductor.drain()
     assert not world.conductor.drained.is_set(), "the engine may read what ends with this buffer"
-    world.conductor.apply(weight_events.Loaded("a", 1))
+    world.conductor.apply(orders.loaded("a", 1))
     assert world.conductor.drained.is_set()
 
 
@@ -352,7 +359,7 @@ def test_what_an_update_aborts_has_ended_before_engines_hear_of_it():
     world.conductor.join("a", REGISTER, 1)
     world.submit()
     world.sent.clear()
-    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w", in_flight=weight_events.InFlight.ABORT))
+    world.conductor.apply(orders.update("t", 1, "/w", in_flight="abort"))
     kinds = [type(message) for _, message in world.sent]
     assert kinds.index(wire.DropChunk) < kinds.index(wire.PrepareWeights)
 
@@ -399,7 +406,7 @@ def test_media_of_a_group_stay_until_it_is_forgotten():
     with pytest.raises(ValueError, match="media in use have 10"):
         world.media.begin("c" * 64, filling, 0.0)
     world.end("a", chunk, [7])
-    world.conductor.apply(events.GroupsAcknowledged("t", "r", ["p"]))
+    world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
     assert world.media.begin("c" * 64, filling, 0.0) == [X]
 
 
@@ -469,7 +476,6 @@ def test_other_images_under_an_id_are_refused_as_other_tokens_are():
 @pytest.mark.parametrize(
     ("media", "field"),
     [
-        ([], "media"),
         ([[], []], "media"),
         ([[Placed("x", 0, 1)]], "media[0][0].name"),
         ([[Placed(X, -1, 2)]], "media[0][0].offset"),

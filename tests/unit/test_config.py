@@ -1,7 +1,11 @@
+import re
+
 import pytest
 
 from seer.common.config import Config, EngineConfig, LogConfig, SharedConfig, dump, load, shared_hash
 from seer.common.errors import ConfigError
+from seer.common.removed_settings import REMOVED
+from seer.common.tables import fields
 
 
 def test_nothing_given_is_the_default():
@@ -9,21 +13,21 @@ def test_nothing_given_is_the_default():
 
 
 def test_precedence_is_file_then_environment_then_set(file):
-    path = file('[engine]\nkv_blocks = 1\nname = "file"\nflush_tokens = 5\n')
+    path = file('[engine]\nkv_blocks = 1\nname = "file"\nmax_num_seqs = 5\n')
     environ = {"SEER_ENGINE__KV_BLOCKS": "2", "SEER_ENGINE__NAME": "env", "PATH": "/bin", "SEER_OTHER": "x"}
     config = load(path, environ, ["engine.kv_blocks=3"])
-    assert (config.engine.kv_blocks, config.engine.name, config.engine.flush_tokens) == (3, "env", 5)
+    assert (config.engine.kv_blocks, config.engine.name, config.engine.max_num_seqs) == (3, "env", 5)
 
 
 def test_text_takes_the_type_of_its_field():
     config = load(
         None,
         {"SEER_ENGINE__NAME": "007", "SEER_LOG__FORMAT": "json"},
-        ["engine.flush_seconds=1", "engine.kv_cache_gib=0.5", "shared.model = a=b", "engine.cpu_cores=0-3"],
+        ["engine.load_seconds=1", "engine.kv_cache_gib=0.5", "shared.model = a=b", "engine.cpu_cores=0-3"],
     )
     assert config.engine.name == "007"
     assert config.log.format == "json"
-    assert config.engine.flush_seconds == 1.0
+    assert config.engine.load_seconds == 1.0
     assert config.engine.kv_cache_gib == 0.5
     assert config.shared.model == "a=b"
     assert config.engine.cpu_cores == "0-3"
@@ -83,6 +87,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def test_a_bad_override_is_named(environ, overrides, says):
     with pytest.raises(ConfigError, match=says):
         load(None, environ, overrides)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_there_was_once_is_refused_with_what_to_do(file, name):
+    section, _, key = name.partition(".")
+    says = re.escape(f"{name} is no longer a setting; {REMOVED[name]}")
+    with pytest.raises(ConfigError, match=f"seer.toml: {says}"):
+        load(file(f"[{section}]\n{key} = 1\n"))
+    environ = {f"SEER_{section}__{key}".upper(): "1"}
+    for arguments in ((None, environ), (None, {}, [f"{name}=1"])):
+        with pytest.raises(ConfigError, match=says):
+            load(*arguments)
+
+
+def test_settings_that_there_were_once_are_none_now():
+    names = {f"{name}.{key}" for name, kind in fields(Config).items() for key in fields(kind.type)}
+    assert not names & set(REMOVED)
 
 
 def test_a_dump_reads_back_equal(file):

@@ -1,27 +1,14 @@
-"""The context machine's invariants, as its docstring lists them; then the server around it."""
+"""The context machine's invariants, as its docstring lists them."""
 
-import asyncio
 import math
-from dataclasses import replace
-from itertools import pairwise
 
+import orders
 import pytest
-from virtual_time import eventually, virtual
 
-from seer.common import wire
-from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, ContextConfig, shared_hash
-from seer.common.errors import ConfigError
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
-from seer.common.net.handshake import Identity
-from seer.common.net.stream import StreamPublisher, StreamSubscriber
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.policy.draft_costs import CELLS
 from seer.common.policy.length import Estimate, Longest, Posterior
-from seer.common.policy.schedule import POLICIES
 from seer.services.context import machine as machine_module
 from seer.services.context.machine import EstimateMachine
-from seer.services.context.server import MOST_OF_TIME, make
 
 PROMPT, CAP = 100, 1000
 
@@ -34,15 +21,15 @@ def machine_with(*events):
 
 
 def opened(group_id="r/a", size=4):
-    return GroupOpened(group_id, size, PROMPT, CAP)
+    return orders.opened(group_id, size, PROMPT, CAP)
 
 
 def done(index, generated, group_id="r/a"):
-    return RequestProgress(group_id, index, generated, finished=True)
+    return orders.progress(group_id, index, generated, finished=True)
 
 
 def at(index, generated, group_id="r/a"):
-    return RequestProgress(group_id, index, generated, finished=False)
+    return orders.progress(group_id, index, generated, finished=False)
 
 
 def test_estimate_is_the_cap_until_a_response_finishes_then_the_longest_finished():
@@ -66,13 +53,10 @@ def test_changes_are_said_once_and_only_the_latest():
     assert machine.changes() == {}
 
 
-def test_a_response_as_long_as_the_cap_changes_nothing():
-    machine = machine_with(opened(), done(0, CAP))
+@pytest.mark.parametrize("length", [CAP, CAP + 5])
+def test_an_estimate_never_passes_the_cap(length):
+    machine = machine_with(opened(), done(0, length))
     assert (machine.changes(), machine.estimates()) == ({}, {})
-
-
-def test_an_estimate_never_passes_the_cap():
-    assert machine_with(opened(), done(0, CAP + 5)).changes() == {}
 
 
 def test_repeated_and_reordered_events_change_nothing():
@@ -85,12 +69,12 @@ def test_repeated_and_reordered_events_change_nothing():
 
 
 def test_events_of_unknown_groups_and_responses_are_counted():
-    machine = machine_with(done(0, 10), GroupClosed("r/a"), opened(), done(4, 10), done(-1, 10))
+    machine = machine_with(done(0, 10), orders.closed("r/a"), opened(), done(4, 10), done(-1, 10))
     assert (machine.changes(), machine.ignored) == ({}, 4)
 
 
 def test_closing_forgets_and_reopening_starts_from_the_cap():
-    machine = machine_with(opened(), done(0, 10), GroupClosed("r/a"))
+    machine = machine_with(opened(), done(0, 10), orders.closed("r/a"))
     assert (len(machine), machine.changes(), machine.estimates()) == (0, {}, {})
     machine.apply(opened())
     assert machine.changes() == {}
@@ -166,7 +150,7 @@ def test_after_a_fit_many_groups_are_gone_through_in_parts_and_none_is_left_out(
         said |= before
     assert set(said) == {f"r/{number}" for number in range(20)}
     assert all(estimate.tokens < 100 for estimate in machine.estimates().values())
-    machine.apply(GroupClosed("r/19"))
+    machine.apply(orders.closed("r/19"))
     assert "r/19" not in machine.estimates()
 
 
@@ -215,7 +199,7 @@ def tally(drafted, right):
 
 
 def with_drafts(index, generated, drafted, right, group_id="r/a"):
-    return RequestProgress(group_id, index, generated, False, *tally(drafted, right))
+    return orders.progress(group_id, index, generated, False, *tally(drafted, right))
 
 
 def test_acceptance_is_said_when_it_is_not_that_of_all_groups_or_moved_notably():
@@ -242,7 +226,7 @@ def test_drafts_count_once_and_only_of_known_requests_that_came_further():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 0, "r/b"))
     machine.apply(with_drafts(0, 10, 100, 90))
     once = machine.acceptance_changes()
-    strange = RequestProgress("r/a", 1, 5, False, [1], [1])
+    strange = orders.progress("r/a", 1, 5, False, [1], [1])
     wrong = with_drafts(2, 5, 10, 20)
     again = (
         with_drafts(0, 10, 10_000, 0),
@@ -270,225 +254,16 @@ def test_acceptance_survives_a_snapshot_and_is_said_once_more():
 def test_a_closed_groups_acceptance_is_forgotten():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 950))
     machine.apply(with_drafts(0, 10, 1000, 0, "r/b"))
-    machine.apply(GroupClosed("r/b"))
+    machine.apply(orders.closed("r/b"))
     assert set(machine.acceptance_changes()) <= {"r/a"}
     assert set(machine.acceptance()) <= {"r/a"}
-
-
-def identity(config, incarnation):
-    shared = shared_hash(config.shared)
-    return Identity(role="buffer", name="buffer", incarnation=incarnation, config_hash=shared)
-
-
-class Buffer:
-    """The publishing side of a buffer, with a real machine's snapshots left out."""
-
-    def __init__(self, network, config, incarnation):
-        self.transport = MemoryTransport(network)
-        self.config = config
-        self.me = identity(config, incarnation)
-        self.opened, self.progress = [], []
-
-    async def start(self):
-        at = self.config.endpoints
-        publisher = await self.transport.publisher(at.events)
-        router = await self.transport.router(at.event_snapshots)
-        self.stream = StreamPublisher(publisher, router, self.me, self._snapshot)
-        self.serving = asyncio.create_task(self.stream.serve())
-
-    def _snapshot(self, incarnation, sequence):
-        whole = wire.BufferSnapshot(
-            incarnation=incarnation, sequence=sequence, opened=self.opened, progress=self.progress
-        )
-        return [whole]
-
-    async def stop(self):
-        self.serving.cancel()
-        await self.transport.close()
-
-
-async def follow(network, config, heard):
-    at = config.endpoints
-    me = identity(config, 77)
-    subscriber = StreamSubscriber(
-        MemoryTransport(network), at.estimates, at.estimate_snapshots, me,
-        wire.ContextPublished, wire.ContextSnapshotReply, LoopClock(),
-    )  # fmt: skip
-    async for news in subscriber:
-        heard.append(news)
-
-
-def wire_opened(group_id):
-    return wire.GroupOpened(group_id=group_id, size=4, prompt_len=3, cap=CAP)
-
-
-def wire_done(group_id, index, generated):
-    return wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=True)
-
-
-@virtual
-async def test_server_gathers_changes_and_follows_a_restarted_buffer():
-    config = Config(
-        buffer=BufferConfig(policy="divided"), context=ContextConfig(publish_interval_seconds=0.5)
-    )
-    network, heard = MemoryNetwork(), []
-    buffer = Buffer(network, config, 1)
-    await buffer.start()
-    server = make(config, MemoryTransport(network), LoopClock())
-    assert set(await server.start()) == {"estimates", "estimate_snapshots"}
-    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
-    await eventually(lambda: len(heard) == 1)
-
-    await buffer.stream.publish(wire_opened("r/a"))
-    for index, generated in enumerate((10, 30, 20)):
-        await buffer.stream.publish(wire_done("r/a", index, generated))
-        await asyncio.sleep(0.1)
-    await eventually(lambda: len(heard) == 2)
-    assert heard[1].estimates == {"r/a": 30.0}
-
-    for group_id, accepted in (("r/a", 900), ("r/c", 100)):
-        await buffer.stream.publish(wire_opened(group_id))
-        await buffer.stream.publish(
-            wire.RequestProgress(
-                group_id=group_id, index=3, generated=9, finished=False,
-                drafted=[1000] * CELLS, accepted=[accepted] * CELLS,
-            )
-        )  # fmt: skip
-    await eventually(lambda: len(heard) == 3)
-    assert set(heard[2].estimates) <= {"r/c"}
-    assert set(heard[2].acceptance) == {"r/a", "r/c"}
-    assert all(80 <= rate <= 91 for rate in heard[2].acceptance["r/a"])
-
-    await buffer.stop()
-    buffer = Buffer(network, config, 2)
-    buffer.opened = [wire_opened("r/b"), wire_opened("r/c")]
-    buffer.progress = [wire_done("r/b", 0, 5)]
-    await buffer.start()
-    await eventually(lambda: len(heard) == 4)
-    assert heard[3].estimates["r/b"] == 5.0
-    assert server.machine.estimates()["r/b"] == Estimate(5.0)
-
-    late = []
-    tasks.append(asyncio.create_task(follow(network, config, late)))
-    await eventually(lambda: bool(late))
-    assert late[0].estimates["r/b"] == 5.0
-    assert late[0].acceptance == heard[3].acceptance == {"r/c": heard[2].acceptance["r/c"]}
-
-    server.drain()
-    await tasks[0]
-    for task in tasks:
-        task.cancel()
-    await buffer.stop()
-
-
-@virtual
-async def test_changes_of_many_groups_are_broadcast_in_parts(monkeypatch):
-    monkeypatch.setattr("seer.services.context.server.BATCH", 2)
-    config = Config(buffer=BufferConfig(policy="divided"))
-    network, heard = MemoryNetwork(), []
-    buffer = Buffer(network, config, 1)
-    await buffer.start()
-    server = make(config, MemoryTransport(network), LoopClock())
-    await server.start()
-    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
-    await eventually(lambda: len(heard) == 1)
-    groups = [f"r/{name}" for name in "abcde"]
-    for group_id in groups:
-        await buffer.stream.publish(wire_opened(group_id))
-        await buffer.stream.publish(wire_done(group_id, 0, 7))
-    await asyncio.sleep(5)
-    told = [sorted(news.estimates) for news in heard[1:]]
-    assert sorted(group_id for part in told for group_id in part) == groups
-    assert max(map(len, told)) <= 2
-    for task in tasks:
-        task.cancel()
-    await buffer.stop()
-
-
-class LateClock(LoopClock):
-    """A clock on which work takes time, too: `late` seconds so far."""
-
-    late = 0.0
-
-    def now(self):
-        return super().now() + self.late
-
-
-@virtual
-async def test_estimating_takes_a_small_part_of_the_time_however_long_it_takes(monkeypatch):
-    config = Config(buffer=BufferConfig(policy="divided"))
-    network, clock, began = MemoryNetwork(), LateClock(), []
-
-    def changes(machine):
-        began.append(clock.now())
-        clock.late += 1.0
-        return {}
-
-    monkeypatch.setattr(EstimateMachine, "changes", changes)
-    monkeypatch.setattr(EstimateMachine, "dirty", True)
-    buffer = Buffer(network, config, 1)
-    await buffer.start()
-    server = make(config, MemoryTransport(network), clock)
-    await server.start()
-    running = asyncio.create_task(server.run())
-    await asyncio.sleep(30)
-    pauses = [after - before for before, after in pairwise(began)]
-    assert len(pauses) > 4
-    assert min(pauses) >= 1.0 / MOST_OF_TIME - 0.01
-    assert max(pauses) < 1.5 / MOST_OF_TIME
-    running.cancel()
-    await buffer.stop()
-
-
-@virtual
-async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch):
-    monkeypatch.setitem(POLICIES, "sure", replace(POLICIES["divided"], name="sure", estimator="posterior"))
-    config = Config(buffer=BufferConfig(policy="sure"), context=ContextConfig(remember_prompts=5))
-    network, heard = MemoryNetwork(), []
-    buffer = Buffer(network, config, 1)
-    await buffer.start()
-    server = make(config, MemoryTransport(network), LoopClock())
-    await server.start()
-    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
-    await eventually(lambda: len(heard) == 1)
-    await buffer.stream.publish(wire_opened("r/a"))
-    await eventually(lambda: len(heard) == 2)
-    assert heard[1].estimates["r/a"] < CAP
-    assert heard[1].spreads["r/a"] > 0.5
-    late = []
-    tasks.append(asyncio.create_task(follow(network, config, late)))
-    await eventually(lambda: bool(late))
-    assert (late[0].estimates, late[0].spreads) == (heard[1].estimates, heard[1].spreads)
-    for index in range(4):
-        await buffer.stream.publish(wire_done("r/a", index, 30))
-    await buffer.stream.publish(wire.GroupClosed(group_id="r/a"))
-    await eventually(lambda: len(server.machine.memory) == 1)
-    server.drain()
-    await tasks[0]
-    for task in tasks:
-        task.cancel()
-    await buffer.stop()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            Config(buffer=BufferConfig(policy="divide")),
-            "buffer.policy = 'divide': choose one of seer, seer-paper",
-        ),
-    ],
-)
-def test_server_refuses_what_it_cannot_use(config, message):
-    with pytest.raises(ConfigError, match=message):
-        make(config, MemoryTransport(MemoryNetwork()), LoopClock())
 
 
 def test_groups_of_one_shared_id_have_one_estimate():
     machine = EstimateMachine()
     for group, first in (("r/a", 0), ("r/b", 2)):
-        machine.apply(GroupOpened(group, 2, 5, CAP, "/g", first))
-    machine.apply(GroupOpened("r/c", 2, 5, CAP))
+        machine.apply(orders.opened(group, 2, 5, CAP, "/g", first))
+    machine.apply(orders.opened("r/c", 2, 5, CAP))
     machine.changes()
     for event in (done(0, 30), done(0, 50, "r/b"), at(1, 20)):
         machine.apply(event)
@@ -497,12 +272,12 @@ def test_groups_of_one_shared_id_have_one_estimate():
         id(machine._groups[name].known): machine._groups[name].known for name in ("r/a", "r/b")
     }.values()
     assert (evidence.finished, evidence.unfinished) == ({0: 30, 2: 50}, {1: 20})
-    machine.apply(GroupClosed("r/a"))
+    machine.apply(orders.closed("r/a"))
     assert (evidence.finished, evidence.unfinished) == ({0: 30, 2: 50}, {})
-    machine.apply(GroupOpened("r/d", 1, 5, CAP, "/g", 4))
+    machine.apply(orders.opened("r/d", 1, 5, CAP, "/g", 4))
     assert machine.changes()["r/d"] == Estimate(50.0)
     for group in ("r/b", "r/d"):
-        machine.apply(GroupClosed(group))
+        machine.apply(orders.closed(group))
     assert not machine._sharing
 
 
@@ -517,7 +292,7 @@ def test_many_groups_of_one_name_cost_one_estimate_and_each_event_one_mark():
     machine = EstimateMachine(Counting())
     names = [f"r/{number}" for number in range(50)]
     for number, name in enumerate(names):
-        machine.apply(GroupOpened(name, 1, 5, CAP, "/g", number))
+        machine.apply(orders.opened(name, 1, 5, CAP, "/g", number))
     machine.changes()
     machine.apply(done(0, 30, names[7]))
     assert len(machine._dirty) == 1
@@ -528,29 +303,29 @@ def test_many_groups_of_one_name_cost_one_estimate_and_each_event_one_mark():
 def test_what_a_group_showed_before_it_closed_is_published_for_the_others_of_its_name():
     machine = EstimateMachine()
     for group, first in (("r/a", 0), ("r/b", 1)):
-        machine.apply(GroupOpened(group, 1, 5, CAP, "/g", first))
+        machine.apply(orders.opened(group, 1, 5, CAP, "/g", first))
     machine.changes()
     machine.apply(done(0, 30))
-    machine.apply(GroupClosed("r/a"))
+    machine.apply(orders.closed("r/a"))
     assert machine.changes() == {"r/b": Estimate(30.0)}
 
 
 def test_a_late_sibling_joins_a_group_that_was_opened_unnamed():
     machine = machine_with(opened(), done(0, 70))
-    machine.apply(GroupOpened("r/late", 1, 5, CAP, "r/a", 4))
+    machine.apply(orders.opened("r/late", 1, 5, CAP, "r/a", 4))
     assert machine.changes() == {"r/a": Estimate(70.0), "r/late": Estimate(70.0)}
     machine.apply(done(0, 90, "r/late"))
     assert machine.changes() == {"r/a": Estimate(90.0), "r/late": Estimate(90.0)}
 
 
 def test_shared_groups_with_other_caps_share_nothing():
-    machine = machine_with(opened(), done(0, 70), GroupOpened("r/late", 1, 5, CAP + 1, "r/a", 4))
+    machine = machine_with(opened(), done(0, 70), orders.opened("r/late", 1, 5, CAP + 1, "r/a", 4))
     assert machine.changes() == {"r/a": Estimate(70.0)}
 
 
 def test_a_snapshot_brings_shared_groups_back():
     machine = EstimateMachine()
-    events = [GroupOpened("r/a", 2, 5, CAP, "/g", 0), GroupOpened("r/b", 2, 5, CAP, "/g", 2), done(1, 40)]
+    events = [orders.opened("r/a", 2, 5, CAP, "/g", 0), orders.opened("r/b", 2, 5, CAP, "/g", 2), done(1, 40)]
     for _ in range(2):
         machine.replace(events)
         assert machine.changes() == {"r/a": Estimate(40.0), "r/b": Estimate(40.0)}

@@ -2,9 +2,9 @@
 
 import math
 
+import orders
 import pytest
 
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.policy.length import PastLengths, Posterior
 from seer.services.context.machine import EstimateMachine
 from seer.services.context.past_prompts import DECAY, PastPrompts
@@ -15,11 +15,11 @@ PROMPT, CAP = 512, 40_000
 def group(rollout, prompt, lengths, size=None):
     """All events of a group, to its end."""
     group_id = f"{rollout}/{prompt}"
-    ended = [RequestProgress(group_id, index, length, finished=True) for index, length in enumerate(lengths)]
+    ended = [orders.progress(group_id, index, length, finished=True) for index, length in enumerate(lengths)]
     return [
-        GroupOpened(group_id, len(lengths) if size is None else size, PROMPT, CAP),
+        orders.opened(group_id, len(lengths) if size is None else size, PROMPT, CAP),
         *ended,
-        GroupClosed(group_id),
+        orders.closed(group_id),
     ]
 
 
@@ -71,9 +71,9 @@ def test_a_remembered_prompt_begins_with_what_it_was_like():
         played(machine, *group("r1", prompt, [length] * 8))
     played(
         machine,
-        GroupOpened("r2/short", 8, PROMPT, CAP),
-        GroupOpened("r2/long", 8, PROMPT, CAP),
-        GroupOpened("r2/new", 8, PROMPT, CAP),
+        orders.opened("r2/short", 8, PROMPT, CAP),
+        orders.opened("r2/long", 8, PROMPT, CAP),
+        orders.opened("r2/new", 8, PROMPT, CAP),
     )
     now = machine.changes()
     assert now["r2/short"].tokens < 900 < now["r2/new"].tokens < 6000 < now["r2/long"].tokens
@@ -82,10 +82,10 @@ def test_a_remembered_prompt_begins_with_what_it_was_like():
 
 def test_what_a_group_does_outweighs_memory():
     machine = played(EstimateMachine(Posterior(), remember_prompts=10), *group("r1", "p", [300] * 8))
-    played(machine, GroupOpened("r2/p", 16, PROMPT, CAP))
+    played(machine, orders.opened("r2/p", 16, PROMPT, CAP))
     before = machine.changes()["r2/p"].tokens
     for index in range(16):
-        machine.apply(RequestProgress("r2/p", index, 20_000, finished=False))
+        machine.apply(orders.progress("r2/p", index, 20_000, finished=False))
     assert machine.changes()["r2/p"].tokens > 10 * before
 
 

@@ -12,8 +12,8 @@ from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
 from seer.common.errors import ConfigError, Unauthorized
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.keys import Keys, User, load_keys, parse_user, split_key, with_key
 from seer.common.net.transport import curve
 from seer.common.net.transport.zmq import ZmqTransport

@@ -4,13 +4,12 @@ import asyncio
 
 import numpy as np
 from dgds_system import GROUP, array, client_of, system
+from faulty_transport import Faults, FaultyTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import eventually, virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, DgdsConfig
-from seer.common.net.transport.faulty import Faults, FaultyTransport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.connection import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.packing import group_digest, pack
@@ -213,8 +212,9 @@ async def test_an_unanswered_fetch_ends_at_its_deadline():
 
 
 @virtual
-async def test_registered_groups_live_as_long_as_they_were_registered_for():
-    async with system(config=Config(dgds=DgdsConfig(ttl_seconds=5.0))) as it:
+async def test_registered_groups_live_as_long_as_they_were_registered_for(monkeypatch):
+    monkeypatch.setattr(dgds_server, "TTL_SECONDS", 5.0)
+    async with system() as it:
         client = it.client()
         client.register(GROUP, array(1), 100.0)
         client.append(GROUP, 0, 1, 0, [1])

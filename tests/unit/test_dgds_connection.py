@@ -85,7 +85,7 @@ async def test_flushes_that_take_long_come_seldom():
         connection._flush = slowly
         for place in range(400):
             connection.outputs.append(KEY, 1, place, [1])
-            connection.changed(connection._config.flush_tokens)
+            connection.changed(connection._flush_tokens)
             await asyncio.sleep(0.005)
         assert 0.5 < len(flushes) * 0.004 / (2 * SHARE) <= 1.1, "at most that share of two seconds"
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from dgds_system import GROUP, array, system
+from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
@@ -11,14 +12,13 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints
 from seer.common.errors import ConfigError
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds import connection, past_groups_file
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.packing import group_digest, pack, prompt_digest
 from seer.services.dgds.server import make
 
 PROMPT, OTHER_PROMPT = array(1, 2, 3), array(4)
-REMEMBERING = Config(dgds=DgdsConfig(remember_tokens=10**6, ttl_seconds=30.0))
+REMEMBERING = Config(dgds=DgdsConfig(remember_tokens=10**6))
 THREE = Config(endpoints=Endpoints(dgds="tcp://127.0.0.1:1, tcp://127.0.0.1:2,tcp://127.0.0.1:3"))
 
 
@@ -247,7 +247,7 @@ async def test_the_next_group_of_a_prompt_gets_what_its_last_one_said():
         past = {("2/x", wire.MAX_GROUP_SIZE): [1, 2], ("2/x", wire.MAX_GROUP_SIZE + 1): [5]}
         assert streams == {("2/x", 0): [1], ("2/y", 0): [9]} | past
         assert await reader.fetch(["2/x", "2/y"]) == []
-        await asyncio.sleep(100)
+        await asyncio.sleep(700)
         client.register("3/x", PROMPT)
         await asyncio.sleep(1)
         assert applied({}, await client.fetch(["3/x"])) == {("3/x", wire.MAX_GROUP_SIZE): [1]}

@@ -6,9 +6,9 @@ import pytest
 from seer.common.errors import ConfigError
 from seer.common.wire import MAX_GROUP_SIZE
 from seer.services.dgds import past_groups_file
+from seer.services.dgds.group_store import Store
 from seer.services.dgds.packing import group_digest, pack, prompt_digest, unpack, unpackable
 from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
-from seer.services.dgds.store import Store
 
 PROMPT, EARLIER, LATER = 70, 1, 2
 NOW = 100.0

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = "bench|client|common|compose|docs|examples|native|requirements|services|sim|src|tests"
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "docs/*", "bench", "examples/*")
+    for folder in (".", "docs", "docs/*", "bench", "bench/*", "examples/*")
     for page in ROOT.glob(f"{folder}/*.md")
 )
 CODE = sorted(

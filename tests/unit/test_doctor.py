@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from seer.cli.main import main
 from seer.common.config import load
-from seer.doctor import checkup, kernels, output
-from seer.doctor.lines import MAX_TEXT, Line, Report, parse
+from seer.doctor import checkup, output
+from seer.doctor.report_lines import MAX_TEXT, Line, Report, parse
 from seer.doctor.runner import Check, run_checks
 
 CHECKS = """
@@ -196,17 +196,16 @@ def test_a_missing_package_is_named(tmp_path):
     assert [line.fix for line in lines if line.status == "fail"] == ["pip install no_such_package"]
 
 
-def test_the_json_is_whole_after_every_line(made_up, tmp_path, monkeypatch, capsys):
+def test_the_json_is_whole_after_every_line(made_up, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(kernels, "CHECKS", (made_up("good"), made_up("bad")))
     file = tmp_path / "lines.json"
     write = output.write
     monkeypatch.setattr(
         output, "write", lambda *given: (write(*given), seen.append(json.loads(file.read_text())))
     )
-    assert kernels.run((), file, 120) == 1
+    lines = output.show(run_checks([made_up("good"), made_up("bad")], 120), file)
     assert [len(written["lines"]) for written in seen] == [1, 2, 3, 4, 5]
-    assert capsys.readouterr().out.splitlines()[-1] == "1 lines pass, 1 fail"
+    assert output.counted(lines) == "1 lines pass, 1 fail"
 
 
 def test_a_line_is_read_as_it_was_written(tmp_path):
@@ -218,14 +217,8 @@ def test_a_line_is_read_as_it_was_written(tmp_path):
 
 def test_what_cannot_be_checked_is_refused_by_name():
     run = CliRunner()
-    unknown = run.invoke(main, ["doctor", "--kernels", "--only", "bits,nothing"])
-    assert (unknown.exit_code, "'nothing' is no check; there are machine, bits" in unknown.stderr) == (
-        2,
-        True,
-    )
     for options, says in (
-        (["--only", "nothing"], "'nothing' is no check; there are versions, imports"),
-        (["--kernels", "--bundle", "b.tar.gz"], "leave out --kernels"),
+        (["--only", "bits,nothing"], "'nothing' is no check; there are versions, imports"),
         (["--json", "/no/such/folder/file"], "give a file in an existing folder"),
         (["--set", "engine.nothing=1"], "unknown key engine.nothing"),
     ):
@@ -267,7 +260,7 @@ def test_every_check_has_a_name_of_its_own_and_a_function():
 def test_without_a_gpu_only_what_applies_is_run(monkeypatch):
     monkeypatch.setattr(checkup, "visible_devices", list)
     without = [check.name for check in checkup._applying()]
-    assert ("bits" in without, "streams" in without) == (True, False)
+    assert ("bits" in without, "repeats" in without) == (True, False)
     monkeypatch.setattr(checkup, "visible_devices", lambda: ["a GPU"])
     assert [check.name for check in checkup._applying()] == [check.name for check in checkup.CHECKS]
 
@@ -285,34 +278,8 @@ def test_without_a_model_engines_fail_with_a_fix_and_the_machine_is_checked(tmp_
     assert capsys.readouterr().out.splitlines()[-1].startswith("verdict: not ready: start: no model")
 
 
-@pytest.mark.vllm
-def test_all_checks_run_on_a_cpu(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("torch")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(
-        kernels, "CHECKS", tuple(check for check in kernels.CHECKS if check.name not in ("speed", "bits"))
-    )
-    file = tmp_path / "lines.json"
-    assert kernels.run((), file, 300) == 0, capsys.readouterr().out
-    found = {(line["check"], line["status"]) for line in json.loads(file.read_text())["lines"]}
-    assert ("repeats", "pass") in found
-    for name in (
-        "compiled",
-        "steps",
-        "slabs",
-        "streams",
-        "graph",
-        "copies",
-        "gathers",
-        "overlap",
-        "ipc",
-    ):
-        assert (name, "skip") in found
-
-
 def test_the_runner_needs_the_standard_library_alone():
-    code = "import sys, seer.doctor.kernels; print([m for m in ('torch', 'numpy', 'msgspec', 'click') if m in sys.modules])"
+    code = "import sys, seer.doctor.output; print([m for m in ('torch', 'numpy', 'msgspec', 'click') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

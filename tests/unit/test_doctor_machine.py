@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from seer.common.config import Config, EngineConfig, PoolConfig, load
 from seer.common.policy.device_defaults import Device
 from seer.doctor import builds, devices, limits, ports
-from seer.doctor.lines import Report, parse
+from seer.doctor.report_lines import Report, parse
 from seer.local.hardware import EnginePlan
 
 GIB = 2**30

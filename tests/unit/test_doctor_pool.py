@@ -8,7 +8,7 @@ import pytest
 from seer.common.policy.fetch_choice import NEVER, FetchChoice
 from seer.common.types import Capacity, InstanceStats
 from seer.doctor import pool
-from seer.doctor.lines import Report, parse
+from seer.doctor.report_lines import Report, parse
 
 TOKEN_BYTES = 144 * 1024  # of an 8B model
 

@@ -8,7 +8,7 @@ import pytest
 from seer.common.config import load
 from seer.common.types import SamplingParams
 from seer.doctor import same_tokens
-from seer.doctor.lines import Report, parse
+from seer.doctor.report_lines import Report, parse
 from seer.doctor.step_clock import Clock
 from seer.verify.compare import Comparison, Mismatch
 from seer.verify.report import CellReport

@@ -4,7 +4,7 @@ import tomllib
 
 from seer.common.config import load
 from seer.common.types import MAX_CONTEXT
-from seer.doctor.lines import Line
+from seer.doctor.report_lines import Line
 from seer.doctor.verdict import verdict
 
 STARTED = Line("start", "pass", "an engine starts")

@@ -11,7 +11,7 @@ from virtual_time import eventually, virtual
 
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
-from seer.common.config import Config, SharedConfig
+from seer.common.config import Config, ReplayConfig, SharedConfig
 from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
@@ -112,7 +112,7 @@ async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tm
         await asyncio.sleep(10)
         # What was under way ends before it changes anything: the successor counts on what it heard.
         assert kinds(reborn) == [wire.Register]
-        assert [(said.weight_version, said.asleep) for said in reborn.said] == [(0, False)]
+        assert [(said.weight_version, said.sleeping) for said in reborn.said] == [(0, [])]
         assert server._driver._backend.rests == []
         await reborn.kill()
 
@@ -234,7 +234,12 @@ async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
 
 @virtual
 async def test_a_chunk_without_a_token_is_not_handed_back():
-    async with engine(structs.replace(REPLAY, replay_step_seconds=5.0)) as (buffer, server, running, _):
+    async with engine(structs.replace(REPLAY, replay=ReplayConfig(step_seconds=5.0))) as (
+        buffer,
+        server,
+        running,
+        _,
+    ):
         await buffer.run(new=1000)
         await eventually(lambda: bool(server.running))
         server.drain()
@@ -309,7 +314,7 @@ async def test_what_is_dropped_is_said_and_loaded_again_from_where_it_was(tmp_pa
         await eventually(lambda: bool(reborn.said))
         said = reborn.said[0]
         assert (said.weight_version, said.dropped_version, said.weights_digest) == (-1, 0, own)
-        assert (said.asleep, said.sleeping) == (True, ["kv_cache"])
+        assert said.sleeping == ["kv_cache"]
         await reborn.send(wire.LoadWeights(version=0, digest="another", source=""))
         await reborn.send(wire.LoadWeights(version=0, digest=own, source=""))
         await eventually(lambda: len(reborn.heard(wire.WeightsLoaded)) == 2)

@@ -11,12 +11,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from memory_transport import MemoryNetwork, MemoryTransport
 from statuses import status
 
 from seer.common.clock import LoopClock
 from seer.common.config import Config, SecurityConfig
 from seer.common.errors import ConfigError
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import ServiceStatus
 from seer.observe import http
 from seer.observe.access import Access, read_password

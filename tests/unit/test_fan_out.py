@@ -1,11 +1,10 @@
 """Who copies a stream of weights from whom."""
 
+import orders
 import pytest
 
 from seer.common import wire
-from seer.services.buffer.events import Joined, Left, Weights
-from seer.services.buffer.weights import events, fan_out
-from seer.services.buffer.weights import instructions as told
+from seer.services.buffer.events import Left, Weights
 from seer.services.buffer.weights.fan_out import FanOut
 from seer.services.buffer.weights.machine import WeightsMachine
 
@@ -18,11 +17,6 @@ def tree(*names, nodes=None):
     for name in names:
         plan.joined(name, (nodes or {}).get(name, f"n{name}"), f"at {name}")
     return plan, {name: plan.holders(name, STREAM) for name in names}
-
-
-def test_names_and_bounds_are_those_of_the_messages():
-    assert fan_out.STREAM_SCHEME == wire.SPOOL_SCHEME
-    assert fan_out._MAX_HOLDERS == wire.MAX_HOLDERS
 
 
 def test_two_nodes_are_fed_by_the_buffer_and_two_by_each_node():
@@ -77,20 +71,19 @@ def test_an_engine_that_says_no_endpoint_or_node_takes_no_part():
 def test_the_machine_says_it_with_each_order_and_forgets_it_in_the_end():
     machine = WeightsMachine(seconds=10.0)
     for name in "abc":
-        joined = Joined(name, weights=Weights(0, "d0"), node=f"n{name}", weights_endpoint=f"at {name}")
+        joined = orders.joined(name, weights=Weights(0, "d0"), node=f"n{name}", weights_endpoint=f"at {name}")
         machine.apply(joined, 0.0, idle=True)
-    out = machine.apply(events.UpdateAsked("t", 1, STREAM, "d1"), 0.0, idle=True)
-    prepared = [item for item in out if isinstance(item, told.Prepare)]
-    assert [(item.instance, item.digest, item.holders) for item in prepared] == [
-        ("a", "d1", ()), ("b", "d1", ()), ("c", "d1", ("at a",))
-    ]  # fmt: skip
-    out = [item for name in "abc" for item in machine.apply(events.Prepared(name, 1, "d1"), 1.0, idle=True)]
-    assert [item.holders for item in out if isinstance(item, told.Load)] == [(), (), ("at a",)]
+    out = machine.apply(orders.update("t", 1, STREAM, "d1"), 0.0, idle=True)
+    assert out[1:] == [
+        orders.prepare(name, 1, STREAM, 1, "d1", ("at a",) if name == "c" else ()) for name in "abc"
+    ]
+    out = [item for name in "abc" for item in machine.apply(orders.prepared(name, 1, "d1"), 1.0, idle=True)]
+    assert [order.holders for order in orders.pick(out, wire.LoadWeights)] == [[], [], ["at a"]]
     for name in "abc":
-        machine.apply(events.Loaded(name, 1), 2.0, idle=True)
+        machine.apply(orders.loaded(name, 1), 2.0, idle=True)
     assert not machine._fan_out._orders
-    machine.apply(events.UpdateAsked("t", 2, "spool:v2", "d2"), 3.0, idle=True)
-    machine.apply(events.Prepared("a", 2, "", "no room"), 3.0, idle=True)
+    machine.apply(orders.update("t", 2, "spool:v2", "d2"), 3.0, idle=True)
+    machine.apply(orders.prepared("a", 2, "", "no room", 2), 3.0, idle=True)
     assert not machine._fan_out._orders
     machine.apply(Left(["a", "b", "c"]), 4.0, idle=True)
     assert not machine._fan_out._places

@@ -34,16 +34,6 @@ def test_a_prompt_that_begins_with_a_whole_context_goes_on():
     assert say(conversations, [1, 2, 3, 4, 8]).kind == "first"  # the context has grown
 
 
-def test_the_longest_context_is_gone_on_from():
-    conversations = Conversations()
-    turns = [conversations.begin(ids(*range(1, length))) for length in (2, 3, 4)]
-    for turn, token in zip(turns, (2, 3, 0), strict=True):
-        conversations.answered(turn, ids(token))
-    names = [turn.name for turn in turns]
-    assert say(conversations, [1, 2, 3, 0, 5]).name == names[2]
-    assert say(conversations, [1, 2, 3, 7]).name == names[1]
-
-
 def test_a_session_that_is_forgotten_begins_anew():
     conversations = Conversations()
     other = say(conversations, [1], 2, session="b")

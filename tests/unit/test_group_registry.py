@@ -1,20 +1,22 @@
 """The group registry through its machine: what is held, opened, refused, delivered and forgotten, and to whom it is told."""
 
+import orders
 import pytest
 from buffer_events import CAPACITY, end, make, pick, run_to_end, submit
 from invariants import check
 
-from seer.services.buffer.events import Drained, Joined, Tick
+from seer.common import wire
+from seer.services.buffer.events import Drained, Tick
 from seer.services.buffer.requests import events, instructions, state
 
 
 def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
     machine = make(engines=("a",), max_requests=5, engine_wait_seconds=10.0)
-    (refused,) = pick(submit(machine, "p", "q", "s", weight_version=3), instructions.Refuse)
+    (refused,) = pick(submit(machine, "p", "q", "s", weight_version=3), wire.Refused)
     assert (refused.prompt_ids, "at most 5" in refused.message) == (["s"], True)
-    assert not pick(submit(machine, "p", "q", now=9.0, weight_version=3), instructions.Refuse)
-    machine.apply(Joined("b", CAPACITY), 9.5)
-    (refused,) = pick(machine.apply(Tick(), 10.5), instructions.Refuse)
+    assert not pick(submit(machine, "p", "q", now=9.0, weight_version=3), wire.Refused)
+    machine.apply(orders.joined("b", CAPACITY), 9.5)
+    (refused,) = pick(machine.apply(Tick(), 10.5), wire.Refused)
     assert (refused.prompt_ids, refused.code) == (["p", "q"], "failed")
     assert "weights were not live" in refused.message
     check(machine)
@@ -23,11 +25,11 @@ def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
 def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
     machine = make(engines=())
     submit(machine, "p")
-    (refused,) = pick(submit(machine, "p", "q", trainer="other", life=b"o"), instructions.Refuse)
-    assert (refused.life, refused.prompt_ids) == (b"o", ["p", "q"])
-    assert "another trainer" in refused.message
-    out = machine.apply(Joined("a", CAPACITY), 1.0)
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
+    (answer,) = submit(machine, "p", "q", trainer="other", life=b"o")
+    assert (answer.life, answer.message.prompt_ids) == (b"o", ["p", "q"])
+    assert "another trainer" in answer.message.message
+    out = machine.apply(orders.joined("a", CAPACITY), 1.0)
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
 
 
 def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
@@ -36,18 +38,16 @@ def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
         submit(machine, "p", n=1, submission=1, params_digest=10, life=b"1"), instructions.Dispatch
     )
     out = submit(machine, "p", n=1, submission=2, params_digest=20, life=b"1")
-    assert pick(out, instructions.Drop) == [instructions.Drop("a", first.request_id, first.attempt)]
+    assert orders.dropped_chunk("a", first.request_id, first.attempt) in out
     assert [kind for kind in out if isinstance(kind, instructions.Forget | instructions.Take)] == [
         instructions.Forget("r/p"), instructions.Take("r/p", "p"),
     ]  # fmt: skip
-    assert [item.submission for item in pick(out, instructions.Accept)] == [2]
+    assert [item.submission for item in pick(out, wire.Accepted)] == [2]
     assert end(machine, first) == []
-    machine.apply(events.RolloutCancelled("t", "r", [], submission=1), 1.0)
-    machine.apply(events.GroupsAcknowledged("t", "r", ["p"], submission=1), 1.0)
+    machine.apply(orders.cancelled("t", "r", [], submission=1), 1.0)
+    machine.apply(orders.acknowledged("t", "r", ["p"], submission=1), 1.0)
     assert "r/p" in machine.groups
-    (refused,) = pick(
-        machine.apply(events.RolloutCancelled("t", "r", [], submission=2), 1.0), instructions.Refuse
-    )
+    (refused,) = pick(machine.apply(orders.cancelled("t", "r", [], submission=2), 1.0), wire.Refused)
     assert refused.submission == 2
     assert not machine.groups
 
@@ -55,9 +55,9 @@ def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
 def test_the_same_use_cannot_ask_for_two_things():
     machine = make(engines=("a",))
     submit(machine, "p", submission=1, params_digest=10)
-    (refused,) = pick(submit(machine, "q", submission=1, params_digest=20), instructions.Refuse)
+    (refused,) = pick(submit(machine, "q", submission=1, params_digest=20), wire.Refused)
     assert "another seed" in refused.message
-    (refused,) = pick(submit(machine, "p", submission=1, params_digest=10, same=False), instructions.Refuse)
+    (refused,) = pick(submit(machine, "p", submission=1, params_digest=10, same=False), wire.Refused)
     assert "other tokens" in refused.message
     assert set(machine.groups) == {"r/p"}
     out = submit(machine, "p", submission=2, params_digest=10, same=False)
@@ -82,7 +82,7 @@ def test_a_rollout_has_one_weight_version():
     run_to_end(machine, out)
     machine.apply(events.WeightsChanged(1), 1.0)
     out = submit(machine, "p", "q", n=1, max_tokens=16, submission=3)
-    (refused,) = pick(out, instructions.Refuse)
+    (refused,) = pick(out, wire.Refused)
     assert refused.prompt_ids == ["q"]
     assert "began under weight version 0" in refused.message
     assert pick(out, instructions.Deliver)
@@ -96,12 +96,12 @@ def test_draining_finishes_what_was_accepted_and_gives_back_what_was_held():
     machine = make(engines=("a",))
     submit(machine, "p", n=1)
     submit(machine, "h", rollout="held", weight_version=5)
-    (refused,) = pick(machine.apply(Drained(), 1.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Drained(), 1.0), wire.Refused)
     assert (refused.rollout_id, refused.prompt_ids) == ("held", ["h"])
     assert "shutting down" in refused.message
     out = submit(machine, "p", "q", n=1)  # as after a blip
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
-    assert [item.prompt_ids for item in pick(out, instructions.Refuse)] == [["q"]]
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
+    assert [item.prompt_ids for item in pick(out, wire.Refused)] == [["q"]]
     check(machine)
 
 
@@ -111,7 +111,7 @@ def test_a_trainer_that_is_lost_leaves_no_work():
     submit(machine, "q", n=1, rollout="other", life=b"2")
     submit(machine, "h", rollout="held", life=b"1", weight_version=9)
     out = machine.apply(events.TrainerLost(b"1"), 1.0)
-    assert len(pick(out, instructions.Drop)) == 1
+    assert len(pick(out, wire.DropChunk)) == 1
     assert set(machine.groups) == {"other/q"}
     check(machine)
 
@@ -121,7 +121,7 @@ def test_past_the_bound_on_unfinished_output_the_youngest_fail():
     out = submit(machine, "p", "q", "s", n=1, max_tokens=64)
     refused = []
     for dispatch in pick(out, instructions.Dispatch):
-        refused += pick(end(machine, dispatch), instructions.Refuse)
+        refused += pick(end(machine, dispatch), wire.Refused)
     assert [refusal.prompt_ids for refusal in refused] == [["s"]]
     assert "buffer.unfinished_bytes" in refused[0].message
     assert set(machine.groups) == {"r/p", "r/q"}
@@ -131,8 +131,9 @@ def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built()
     machine = make(engines=("a",), max_requests=1000)
     specs = [events.GroupSpec(str(i), 1) for i in range(4096)]
     out = machine.apply(events.GroupsSubmitted("t", "r", 4096, 8, specs), 0.0)
-    assert {type(item) for item in out} == {instructions.Refuse}
-    assert sum(len(item.prompt_ids) for item in out) == 4096
+    refused = pick(out, wire.Refused)
+    assert len(refused) == len(out)
+    assert sum(len(each.prompt_ids) for each in refused) == 4096
     assert not machine.rollouts
 
 
@@ -140,7 +141,7 @@ def test_what_is_held_for_a_version_is_opened_when_it_is_live():
     machine = make(engines=("a",))
     assert not pick(submit(machine, "p", weight_version=3), instructions.Dispatch)
     out = machine.apply(events.WeightsChanged(3), 1.0)
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
     assert pick(out, instructions.Dispatch)
     check(machine)
 
@@ -149,7 +150,7 @@ def test_a_group_that_fails_by_its_own_last_chunk_is_not_delivered():
     machine = make(engines=("a",), unfinished_tokens=15)
     (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=16), instructions.Dispatch)
     out = end(machine, dispatch)
-    assert [item.prompt_ids for item in pick(out, instructions.Refuse)] == [["p"]]
+    assert [item.prompt_ids for item in pick(out, wire.Refused)] == [["p"]]
     assert not pick(out, instructions.Deliver)
     assert not machine.groups
 
@@ -170,7 +171,7 @@ def test_what_an_update_holds_up_fails_by_no_deadline_of_engines():
 def test_the_first_version_is_past_like_any_other():
     machine = make(engines=("a",))
     machine.apply(events.WeightsChanged(1), 1.0)
-    (refused,) = pick(submit(machine, "p", weight_version=0), instructions.Refuse)
+    (refused,) = pick(submit(machine, "p", weight_version=0), wire.Refused)
     assert "weight version 0 is past" in refused.message
 
 
@@ -179,9 +180,9 @@ def test_only_its_own_trainer_and_use_acknowledge_a_group_and_only_a_finished_on
     machine = make(engines=("a",))
     finished(machine, "p", submission=2)
     submit(machine, "q", n=1, submission=2)
-    machine.apply(events.GroupsAcknowledged(trainer, "r", ["p", "q"], submission), 2.0)
+    machine.apply(orders.acknowledged(trainer, "r", ["p", "q"], submission), 2.0)
     assert set(machine.groups) == {"r/p", "r/q"}
-    machine.apply(events.GroupsAcknowledged("t", "r", ["p", "q"], 2), 2.0)
+    machine.apply(orders.acknowledged("t", "r", ["p", "q"], 2), 2.0)
     assert set(machine.groups) == {"r/q"}
     check(machine)
 
@@ -206,8 +207,8 @@ def half_collected():
     machine = make(engines=("a",))
     finished(machine, "p", params_digest=7)
     submit(machine, "q", n=1, params_digest=7)
-    machine.apply(events.GroupsAcknowledged("t", "r", ["p"]), 2.0)
-    machine.apply(events.RolloutCancelled("t", "r", ["q"]), 2.0)
+    machine.apply(orders.acknowledged("t", "r", ["p"]), 2.0)
+    machine.apply(orders.cancelled("t", "r", ["q"]), 2.0)
     assert not machine.rollouts
     return machine
 
@@ -215,7 +216,7 @@ def half_collected():
 def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused():
     machine = half_collected()
     machine.apply(events.WeightsChanged(1), 2.0)
-    (refused,) = pick(submit(machine, "q", n=1, params_digest=7), instructions.Refuse)
+    (refused,) = pick(submit(machine, "q", n=1, params_digest=7), wire.Refused)
     assert "began under weight version 0" in refused.message
     assert pick(submit(machine, "q", n=1, params_digest=8), instructions.Dispatch), (
         "another question under its id"
@@ -225,7 +226,7 @@ def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused(
 def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
     machine = half_collected()
     finished(machine, "q", params_digest=7)
-    machine.apply(events.GroupsAcknowledged("t", "r", ["q"]), 2.0)
+    machine.apply(orders.acknowledged("t", "r", ["q"]), 2.0)
     machine.apply(events.WeightsChanged(1), 2.0)
     assert pick(submit(machine, "q", n=1, params_digest=7), instructions.Dispatch)
 
@@ -243,7 +244,7 @@ def test_each_refusal_names_the_use_that_its_prompts_belong_to():
     machine = make(engines=("a",))
     submit(machine, "p", "q", n=1, submission=1)
     submit(machine, "q", n=1, submission=2)
-    refused = pick(machine.apply(events.RolloutsAborted("no"), 1.0), instructions.Refuse)
+    refused = pick(machine.apply(events.RolloutsAborted("no"), 1.0), wire.Refused)
     assert [(item.prompt_ids, item.submission) for item in refused] == [(["p"], 1), (["q"], 2)]
 
 
@@ -275,10 +276,10 @@ def test_what_many_rollouts_hold_is_opened_in_one_pass():
 
     state.GroupState.rollout = Looked()
     try:
-        out = machine.apply(Joined("a", CAPACITY), 1.0)
+        out = machine.apply(orders.joined("a", CAPACITY), 1.0)
     finally:
         state.GroupState.rollout = opened
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p", "q"]] * 60
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p", "q"]] * 60
     assert len(looks) < 60 * 60  # each group a few times, not once for each rollout
 
 
@@ -286,14 +287,14 @@ def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
     machine = make(engines=("a",))
     submit(machine, "p", n=1, weight_version=7, submission=1)
     out = submit(machine, "p", n=1, weight_version=0, submission=2)
-    (accepted,) = pick(out, instructions.Accept)
+    (accepted,) = pick(out, wire.Accepted)
     assert (accepted.submission, accepted.weight_version) == (2, 0)
     assert len(pick(out, instructions.Dispatch)) == 1
     submit(machine, "q", n=1, weight_version=7, submission=2, rollout="s")
     submit(machine, "q", n=1, weight_version=5, submission=3, rollout="s")
     out = machine.apply(events.WeightsChanged(5), 2.0)
     check(machine)
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["q"]]
 
 
 def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
@@ -302,8 +303,8 @@ def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
     machine.apply(events.WeightsChanged(1), 2.0)
     out = submit(machine, "p", n=1, submission=2, same=False)
     check(machine)
-    assert not pick(out, instructions.Refuse)
-    assert [(item.submission, item.weight_version) for item in pick(out, instructions.Accept)] == [(2, 1)]
+    assert not pick(out, wire.Refused)
+    assert [(item.submission, item.weight_version) for item in pick(out, wire.Accepted)] == [(2, 1)]
     assert (machine.rollouts["r"].groups, machine.rollouts["r"].finished) == (1, 0)
 
 
@@ -325,15 +326,13 @@ def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_ot
     submit(machine, "p", "q", submission=5, **open_)
     out = submit(machine, "p", submission=6, same=False, **open_)
     assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
-    machine.apply(events.RolloutCancelled("t", "r", ["p"], submission=5), 1.0)  # of the earlier prompt
+    machine.apply(orders.cancelled("t", "r", ["p"], submission=5), 1.0)  # of the earlier prompt
     assert set(machine.groups) == {"r/p", "r/q"}
     submit(machine, "q", submission=7, **open_)
-    (refused,) = pick(
-        machine.apply(events.RolloutCancelled("t", "r", [], submission=6), 1.0), instructions.Refuse
-    )
+    (refused,) = pick(machine.apply(orders.cancelled("t", "r", [], submission=6), 1.0), wire.Refused)
     assert (refused.prompt_ids, refused.submission) == (["p"], 6)
     assert set(machine.groups) == {"r/q"}
-    machine.apply(events.RolloutCancelled("t", "r", []), 1.0)
+    machine.apply(orders.cancelled("t", "r", []), 1.0)
     assert not machine.groups
     check(machine)
 
@@ -356,5 +355,5 @@ def test_prompts_of_an_open_rollout_begin_under_whatever_is_live():
     submit(machine, "p", n=1, open=True, submission=1)
     machine.apply(events.WeightsChanged(1), 1.0)
     out = submit(machine, "q", n=1, open=True, submission=2)
-    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
-    assert not pick(out, instructions.Refuse)
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["q"]]
+    assert not pick(out, wire.Refused)

@@ -8,28 +8,6 @@ import pytest
 from seer._native import MAX_DRAFT_TOKENS, GroupTree, draft_batch
 
 
-def test_siblings_draft_for_each_other_after_their_prompt():
-    tree = GroupTree([1, 2])
-    tree.append(0, 0, [7, 8, 9])
-    assert tree.draft([1, 2], 8).token_ids == [7, 8, 9]
-    tree.append(1, 0, [7])
-    draft = tree.draft(1, 8)
-    assert (draft.token_ids, draft.parents) == ([8, 9], [-1, 0])
-    assert 1 > draft.scores[0] > draft.scores[1] > 0
-    assert (tree.length(0), tree.length(1), tree.length(2), tree.tokens) == (3, 1, None, 6)
-
-
-def test_appends_are_idempotent_and_a_conflict_starts_a_branch():
-    tree = GroupTree()
-    tree.append(0, 0, [1, 2, 3, 4])
-    for previous, tokens in [(0, [1, 2, 3, 4]), (1, [2, 3]), (4, []), (0, [])]:
-        tree.append(0, previous, tokens)
-    assert (tree.length(0), tree.tokens) == (4, 4)
-    tree.append(0, 1, [2, 5])
-    assert (tree.length(0), tree.tokens) == (3, 5)
-    assert sorted(tree.draft([1, 2], 2, top_k=2).token_ids) == [3, 5]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,14 +46,6 @@ def test_tokens_are_int32(tokens):
 def test_a_bad_draft_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GroupTree().draft(**({"source": [1], "max_tokens": 8} | options))
-
-
-def test_an_empty_tree_or_context_drafts_nothing():
-    tree = GroupTree()
-    assert len(tree.draft([1], 8)) == 0
-    tree.append(0, 0, [1, 2, 1])
-    assert len(tree.draft([], 8)) == 0
-    assert len(tree.draft(0, 0)) == 0
 
 
 def test_memory_is_reported_and_bounded():

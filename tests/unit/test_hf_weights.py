@@ -22,7 +22,7 @@ from transformers import (
 
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.integrations.hf import CheckpointCopy, checkpoint_tensors
+from seer.integrations.checkpoint_names import CheckpointCopy, checkpoint_tensors
 from seer.services.engine.weights.manifest import read_manifest
 
 pytestmark = pytest.mark.vllm

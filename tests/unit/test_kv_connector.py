@@ -13,7 +13,7 @@ from seer.common.policy.fetch_choice import NEVER, UNMEASURED_TOKENS
 from seer.services.engine.vllm.kv_pool import connect, vllm_patches
 from seer.services.engine.vllm.kv_pool import connector as connector_module
 from seer.services.engine.vllm.kv_pool.connector import MooncakeStoreConnector, SeerStoreConnector
-from seer.services.engine.vllm.kv_pool.store import StoreSettings
+from seer.services.engine.vllm.kv_pool.guarded_store import StoreSettings
 
 pytestmark = pytest.mark.vllm
 

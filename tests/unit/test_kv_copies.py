@@ -11,9 +11,9 @@ pytest.importorskip("xxhash")
 
 from device_streams import LateStream  # noqa: E402 - after torch, which may be missing
 
-from seer.services.engine.vllm.kv_pool import copies as copies_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool import staging as staging_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool.copies import (  # noqa: E402
+from seer.services.engine.vllm.kv_pool import block_copies as copies_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool import checksummed_buffer as staging_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool.block_copies import (  # noqa: E402
     CHECKSUM_BYTES,
     CudaStream,
     DeviceCopies,
@@ -21,7 +21,7 @@ from seer.services.engine.vllm.kv_pool.copies import (  # noqa: E402
     KvRegions,
     runs,
 )
-from seer.services.engine.vllm.kv_pool.staging import StagingBuffer  # noqa: E402
+from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

@@ -15,28 +15,17 @@ from fake_mooncake import until  # noqa: E402 - after torch, which may be missin
 
 from seer.services.engine.vllm.kv_pool import call_thread as call_thread_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool.block_copies import CHECKSUM_BYTES, KvRegions  # noqa: E402
 from seer.services.engine.vllm.kv_pool.call_thread import CallThread  # noqa: E402
+from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer  # noqa: E402
 from seer.services.engine.vllm.kv_pool.circuit_breaker import FIRST_SECONDS, LONGEST_SECONDS, CircuitBreaker  # noqa: E402
-from seer.services.engine.vllm.kv_pool.copies import CHECKSUM_BYTES, KvRegions  # noqa: E402
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing, tokens_to_save  # noqa: E402
-from seer.services.engine.vllm.kv_pool.staging import StagingBuffer  # noqa: E402
 from seer.services.engine.vllm.requests import ExtraArgs  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 
 # --- breaker
-
-
-def test_each_failure_in_a_row_doubles_the_pause_up_to_a_limit():
-    breaker, now, pauses = CircuitBreaker(), 100.0, []
-    assert breaker.allows(now)
-    for _ in range(8):
-        breaker.failed(now)
-        pauses.append(breaker.until - now)
-        now = breaker.until
-        assert breaker.allows(now)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_SECONDS, LONGEST_SECONDS, LONGEST_SECONDS]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["failed", "worked"]), st.floats(0, 20, allow_nan=False))))

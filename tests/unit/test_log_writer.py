@@ -19,8 +19,8 @@ from seer.services.buffer.requests import events
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(writer.Folder, "limit", 4000)
-    monkeypatch.setattr(writer.Ring, "limit", 4000)
+    monkeypatch.setattr(writer.Folder, "limit", 6000)
+    monkeypatch.setattr(writer.Ring, "limit", 8000)
     monkeypatch.setattr(writer, "SNAPSHOTS", 1)
 
 
@@ -52,7 +52,7 @@ def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, s
 
 
 def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer.Folder, "limit", 4000)
+    monkeypatch.setattr(writer.Folder, "limit", 6000)
     life = Life(tmp_path)
     life.roll(1, prompts=100)
     life.log.close()
@@ -107,7 +107,7 @@ def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, mo
         life.roll(number)
     kept = life.log._segments.kept
     assert len(kept) == 2
-    assert sum(len(text) for _, text in kept) < 2 * 4000 + 8000
+    assert sum(len(text) for _, text in kept) < 2 * 8000 + 8000
     with capture_logs() as logged:
         life.log.dump()
     [folder] = tmp_path.iterdir()

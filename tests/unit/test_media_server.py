@@ -218,7 +218,7 @@ async def test_a_temporary_folder_is_gone_with_its_buffer():
     assert not root.exists()
 
 
-@pytest.mark.parametrize("call", ["append", "finish", "read", "remove"])
+@pytest.mark.parametrize("call", ["append", "check", "read", "remove"])
 @virtual
 async def test_an_error_of_the_disk_costs_that_one_medium(tmp_path, monkeypatch, call):
     async with running(tmp_path) as world:
@@ -267,10 +267,10 @@ async def test_too_many_messages_are_dropped(tmp_path):
     world = World(tmp_path)
     for _ in range(10_000):
         world.media.put(None, b"", wire.MediumData(name="", size=1, offset=0, data=LARGE.data[:1]))
-    assert world.media._queue.qsize() == 4 * wire.MEDIA_AT_ONCE
+    assert world.media._turns.queue.qsize() == 4 * wire.MEDIA_AT_ONCE
     for _ in range(10_000):
         world.media.put(None, b"", wire.ReadMedium(name="", offset=0))
-    assert world.media._queue.full()
+    assert world.media._turns.queue.full()
     world.media.tick()
 
 

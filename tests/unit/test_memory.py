@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import yaml
+from memory_transport import MemoryNetwork, MemoryTransport
 
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, DgdsConfig
 from seer.common.errors import ConfigError
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.memory import MOST, Bound, bounds, free_bytes, limit_bytes
 from seer.services.buffer import server as buffer_server
 from seer.services.dgds import server as dgds_server

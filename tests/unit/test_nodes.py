@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 from cluster_harness import folder
+from memory_transport import MemoryTransport
 from msgspec import structs
 from virtual_nodes import ENGINE, System, running, said
 from virtual_time import eventually, virtual
 
 from seer.common import wire
+from seer.common.blobs import Blob
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DraftsConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineBroken, Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
-from seer.common.net.transport.memory import MemoryTransport
-from seer.services.engine.nodes import agreement, leader
-from seer.services.engine.nodes.agreement import check_nodes, difference
+from seer.common.net.identity import Identity
+from seer.services.engine.nodes import same_settings
 from seer.services.engine.nodes.leader import SILENT_SECONDS, UNCONNECTED_SECONDS
+from seer.services.engine.nodes.same_settings import check_nodes, difference
 from seer.services.engine.weights.manifest import read_manifest
 
 
@@ -39,7 +40,7 @@ def test_settings_that_cannot_be_are_refused_by_name(changes, why):
 
 
 def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
-    settings = agreement.settings_of(Config(engine=ENGINE))
+    settings = same_settings.settings_of(Config(engine=ENGINE))
     assert {"engine.tensor_parallel", "engine.dtype", "drafts.source", "vllm", "torch", "devices"} <= set(
         settings
     )
@@ -47,9 +48,9 @@ def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
         ENGINE, name="x", node_rank=1, cpu_cores="3", weights_root="/w", weights_endpoint="off"
     )
     cache = DraftsConfig(cache="/elsewhere")
-    assert difference(settings, agreement.settings_of(Config(engine=own, drafts=cache))) == ""
+    assert difference(settings, same_settings.settings_of(Config(engine=own, drafts=cache))) == ""
     for changed in ({"max_num_seqs": 7}, {"batch_invariant": True}, {"tensor_parallel": 4}):
-        other = agreement.settings_of(Config(engine=structs.replace(ENGINE, **changed)))
+        other = same_settings.settings_of(Config(engine=structs.replace(ENGINE, **changed)))
         assert f"engine.{next(iter(changed))} is" in difference(settings, other)
     assert difference({}, {}) == ""
     assert difference({"a": "1"}, {}).startswith("a is nothing on this node, and 1 at the engine's leader")
@@ -305,16 +306,16 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
             return new
 
         monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
-        read, damaged = leader.read_part, []
+        read, damaged = Blob.read, []
 
-        def read_or_damage(file, offset, length):
-            data, checksum = read(file, offset, length)
+        def read_or_damage(stream, offset):
+            part = read(stream, offset)
             if len(damaged) < 3:
                 damaged.append(offset)
-                checksum += 1
-            return data, checksum
+                part.checksum += 1
+            return part
 
-        monkeypatch.setattr(leader, "read_part", read_or_damage)
+        monkeypatch.setattr(Blob, "read", read_or_damage)
         prepared, loaded = await update(system, 1, "spool:x")
         assert (prepared.problem, loaded.problem) == ("", "")
         ((own, theirs),) = system.backend.loaded

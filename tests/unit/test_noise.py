@@ -23,19 +23,6 @@ def claim(noise: UsedNoise, group: str = "g", first: int = 0, n: int = 1, start:
     )
 
 
-def test_a_response_keeps_its_noise_and_a_failed_one_gives_it_back():
-    noise = UsedNoise()
-    first = claim(noise, n=2)
-    with pytest.raises(InvalidField, match=r"rollout_number = 0: 'g' has had this noise"):
-        claim(noise, first=1)
-    first.failed()
-    claim(noise, n=2).ended([5, 6])
-    for other in ({"first": 2}, {"group": "h"}, {"seed": 1}, {"number": 1}):
-        claim(noise, **other)
-    with pytest.raises(InvalidField):
-        claim(noise, n=2)
-
-
 def test_what_begins_where_a_response_ended_has_noise_of_its_own():
     noise = UsedNoise()
     claim(noise, start=4).ended([5])

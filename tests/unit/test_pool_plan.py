@@ -11,7 +11,7 @@ import pytest
 
 from seer.common.config import EngineConfig, PoolConfig, load
 from seer.common.errors import ConfigError, InvalidField, Unreachable
-from seer.common.pool import PoolFigures, ask_master, read_figures
+from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.common.types import InstanceStats
 from seer.local import pool_plan
 from seer.local.pool_plan import PoolPlan, plan_pool

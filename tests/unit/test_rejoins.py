@@ -5,15 +5,15 @@ import itertools
 
 import pytest
 from lag import LaggedTransport, first
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.net import hub
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity
 from seer.common.net.hub import Hub
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity
 from seer.common.types import InstanceStats
 from seer.common.wire.codec import encode
 
@@ -187,21 +187,6 @@ async def test_a_stranger_is_told_once_and_again_after_a_while():
     await raw.send(encode(status()))
     await asyncio.sleep(0.1)
     assert len(raw.down) == 5, "a Welcome, and at once that it counts no more"
-
-
-@virtual
-async def test_a_server_that_numbers_no_sessions_is_followed_as_before():
-    network = MemoryNetwork()
-    router = await MemoryTransport(network).router(ENDPOINT)
-    client: Channel = Channel(MemoryTransport(network), ENDPOINT, ME, wire.BufferToEngine, LoopClock())
-    opening = asyncio.create_task(client.open(5))
-    told = {"major": 1, "minor": 0, "schema_hash": "", "name": "old", "incarnation": 1}
-    address, *_ = await router.recv()
-    await router.send(address, encode(wire.Welcome(**told)))
-    await opening
-    for lost in (False, True, False, True):
-        await router.send(address, encode(wire.Welcome(**told, lost=lost)))
-    assert [(await client.recv()).lost for _ in range(2)] == [True, True]
 
 
 @virtual

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineError, InvalidField
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
@@ -17,9 +17,10 @@ BLOCK = 4
 
 
 def backend(**settings):
+    own = {name: settings.pop(name) for name in ("trace", "step_seconds", "row_seconds") if name in settings}
+    replay = ReplayConfig(vocab_size=1000, **own)
     made = ReplayBackend(
-        EngineConfig(**{"backend": "replay", "replay_vocab_size": 1000, **settings}),
-        SharedConfig(block_size=BLOCK),
+        EngineConfig(backend="replay", replay=replay, **settings), SharedConfig(block_size=BLOCK)
     )
     made.start()
     return made
@@ -176,29 +177,29 @@ def test_a_trace_is_replayed_by_prompt_and_index(trace):
     )
     told = {}
     for index in (0, 4, 1, 2):
-        tokens, logprobs, end = alone(chunk(index, prompt_id="a/b", new=2), replay_trace=path)
+        tokens, logprobs, end = alone(chunk(index, prompt_id="a/b", new=2), trace=path)
         told[index] = (tokens, end.finish)
         assert index or logprobs == [-1, -2]
     assert told == {0: ([1, 2], ""), 4: ([7, 8], "stop"), 1: ([7, 8], "stop"), 2: ([1, 2], "")}
-    assert alone(chunk(prompt_id="a/b", output=[1, 2]), replay_trace=path)[0] == [3]
-    assert alone(chunk(prompt_id="a/b", new=2, max_tokens=2), replay_trace=path)[2].finish == "length"
+    assert alone(chunk(prompt_id="a/b", output=[1, 2]), trace=path)[0] == [3]
+    assert alone(chunk(prompt_id="a/b", new=2, max_tokens=2), trace=path)[2].finish == "length"
 
 
 def test_a_trace_is_cut_by_max_tokens_and_by_nothing_else(trace):
     path = trace({"id": "p", "token_ids": [1, 2]})
     for sampling in ({"min_tokens": 5}, {"ignore_eos": True}):
-        tokens, _, end = alone(chunk(new=9, **sampling), replay_trace=path)
+        tokens, _, end = alone(chunk(new=9, **sampling), trace=path)
         assert (tokens, end.finish) == ([1, 2], "stop")
 
 
 def test_a_trace_has_no_second_turn(trace):
-    engine = backend(replay_trace=trace({"id": "p", "token_ids": [1, 2]}))
+    engine = backend(trace=trace({"id": "p", "token_ids": [1, 2]}))
     with pytest.raises(InvalidField, match="turn_start = 5: a trace has responses of one turn"):
         engine.add(chunk(output=[1, 2], turn_start=5))
 
 
 def test_a_prompt_that_was_not_recorded_is_refused(trace):
-    engine = backend(replay_trace=trace({"id": "a", "token_ids": [1]}))
+    engine = backend(trace=trace({"id": "a", "token_ids": [1]}))
     with pytest.raises(InvalidField, match="prompt id = 'p'"):
         engine.add(chunk())
 
@@ -208,22 +209,22 @@ def test_a_prompt_that_was_not_recorded_is_refused(trace):
     [
         ({"id": "a"}, "line 1.*token_ids"),
         ({"id": "a", "token_ids": []}, "line 1.*1 or more"),
-        ({"id": "a", "token_ids": [1000]}, "replay_vocab_size = 1000"),
+        ({"id": "a", "token_ids": [1000]}, r"replay\.vocab_size = 1000"),
         ({"id": "a", "token_ids": [1], "logprobs": []}, "one entry per token"),
         ({"id": "a", "token_ids": [1], "tokens": 3}, "tokens"),
     ],
 )
 def test_a_bad_trace_names_its_line(trace, line, problem):
     with pytest.raises(EngineError, match=problem):
-        backend(replay_trace=trace(line))
+        backend(trace=trace(line))
 
 
 def test_a_trace_that_is_missing_or_repeats_itself_is_refused(trace, tmp_path):
-    with pytest.raises(EngineError, match=r"engine\.replay_trace"):
-        backend(replay_trace=str(tmp_path / "none"))
+    with pytest.raises(EngineError, match=r"engine\.replay\.trace"):
+        backend(trace=str(tmp_path / "none"))
     line = {"id": "a", "index": 2, "token_ids": [1]}
     with pytest.raises(EngineError, match="line 2: index 2"):
-        backend(replay_trace=trace(line, line))
+        backend(trace=trace(line, line))
 
 
 # --- batching and memory ---------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_capacity_is_the_usable_blocks():
 
 
 def test_steps_take_the_modelled_time_of_their_batch():
-    engine = backend(replay_step_seconds=0.5, replay_row_seconds=0.125)
+    engine = backend(step_seconds=0.5, row_seconds=0.125)
     for index in range(3):
         engine.add(chunk(index, new=2, ignore_eos=True))
     assert engine.step().seconds == 0.875
@@ -320,7 +321,6 @@ def test_impossible_chunks_are_refused_by_field(item, field):
         ({"kv_blocks": 3, "max_model_len": 100}, "kv_blocks = 3"),
         ({"kv_blocks": 0}, "kv_blocks = 0"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"replay_mean_tokens": 0}, "replay_mean_tokens"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, problem):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import orders
 import pytest
 from click.testing import CliRunner
 
@@ -13,14 +14,14 @@ from seer.cli.main import main
 from seer.common.errors import InvalidField
 from seer.common.types import Capacity
 from seer.report import view as view_module
-from seer.report.html import page
 from seer.report.log_files import read_timeline
 from seer.report.log_reader import LogReader
+from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Timeline
 from seer.report.svg import date, duration
-from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Timeline
+from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out, levels
-from seer.services.buffer.events import Joined, Left, Tick
+from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.log import rows
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions
@@ -53,8 +54,8 @@ def told(*lines: tuple[float, object, list[object]], reader: LogReader | None = 
 
 def beginning(*prompts: str) -> list[tuple[float, object, list[object]]]:
     return [
-        (0.0, Joined("e0", CAPACITY, 1), []),
-        (0.0, Joined("e1", CAPACITY, 2), []),
+        (0.0, orders.joined("e0", CAPACITY, 1), []),
+        (0.0, orders.joined("e1", CAPACITY, 2), []),
         (1.0, submitted("a"), [dispatch("e0", "r/a#0", 1)]),
     ]
 
@@ -62,9 +63,9 @@ def beginning(*prompts: str) -> list[tuple[float, object, list[object]]]:
 def test_a_response_moves_and_ends() -> None:
     timeline = told(
         *beginning(),
-        (2.0, events.ChunkEnded("e0", "r/a#0", 1, 32, preemptions=2), [dispatch("e1", "r/a#0", 2)]),
-        (2.5, events.ChunkEnded("e0", "r/a#0", 1, 32), []),  # late: another attempt is the current one
-        (4.0, events.ChunkEnded("e1", "r/a#0", 2, 32), []),
+        (2.0, orders.ended("e0", "r/a#0", 1, 32, preemptions=2), [dispatch("e1", "r/a#0", 2)]),
+        (2.5, orders.ended("e0", "r/a#0", 1, 32), []),  # late: another attempt is the current one
+        (4.0, orders.ended("e1", "r/a#0", 2, 32), []),
     )
     first, second = timeline.chunks
     assert (first.start, first.end, first.tokens, first.preemptions, first.moved) == (
@@ -84,18 +85,18 @@ def test_a_response_moves_and_ends() -> None:
 @pytest.mark.parametrize(
     ("event", "out", "how"),
     [
-        (events.ChunkEnded("e0", "r/a#0", 1, 0), [], End.FAILED),
-        (events.ChunkEnded("e0", "r/a#0", 1, 65), [], End.FAILED),
-        (events.ChunkRejected("e0", "r/a#0", 1, False, "no room"), [], End.FAILED),
-        (events.RolloutCancelled("t", "r", []), [instructions.Drop("e0", "r/a#0", 1)], End.DROPPED),
+        (orders.ended("e0", "r/a#0", 1, 0), [], End.FAILED),
+        (orders.ended("e0", "r/a#0", 1, 65), [], End.FAILED),
+        (orders.rejected("e0", "r/a#0", 1, False, "no room"), [], End.FAILED),
+        (orders.cancelled("t", "r", []), [orders.dropped_chunk("e0", "r/a#0", 1)], End.DROPPED),
         (Left(["e0"]), [], End.ENGINE_LOST),
         (Left(["e0"], died=True), [], End.ENGINE_LOST),
-        (Joined("e0", CAPACITY, 1), [], End.ENGINE_LOST),  # the same life, again
-        (Joined("e0", CAPACITY, 9), [], End.ENGINE_LOST),
+        (orders.joined("e0", CAPACITY, 1), [], End.ENGINE_LOST),  # the same life, again
+        (orders.joined("e0", CAPACITY, 9), [], End.ENGINE_LOST),
         (Tick(), [dispatch("e1", "r/a#0", 2)], End.ENGINE_LOST),
         (Tick(), [], End.RUNNING),
         (Left(["e1"]), [], End.RUNNING),
-        (events.ChunkEnded("e1", "r/a#0", 1, 5), [], End.RUNNING),
+        (orders.ended("e1", "r/a#0", 1, 5), [], End.RUNNING),
     ],
 )
 def test_how_a_chunk_ends(event: object, out: list[object], how: End) -> None:
@@ -107,8 +108,8 @@ def test_how_a_chunk_ends(event: object, out: list[object], how: End) -> None:
 def test_lives_of_engines() -> None:
     timeline = told(
         *beginning(),
-        (2.0, Joined("e0", CAPACITY, 1), []),
-        (3.0, Joined("e0", CAPACITY, 5), []),
+        (2.0, orders.joined("e0", CAPACITY, 1), []),
+        (3.0, orders.joined("e0", CAPACITY, 5), []),
         (4.0, Left(["e1"]), []),
     )
     lives = [(life.name, life.life, life.left and life.left - 1e9, life.lost) for life in timeline.lives]
@@ -121,8 +122,8 @@ def test_a_log_that_begins_in_the_middle_and_rows_of_another_kind() -> None:
 
     timeline = told(
         (0.0, Snapshot(1), [Snapshot(2)]),
-        (1.0, events.ChunkEnded("e0", "r/a#1", 4, 32), [dispatch("e0", "r/b/c#2", 5)]),
-        (2.0, events.ChunkEnded("e0", "r/b/c#2", 5, 32, "stop"), []),
+        (1.0, orders.ended("e0", "r/a#1", 4, 32), [dispatch("e0", "r/b/c#2", 5)]),
+        (2.0, orders.ended("e0", "r/b/c#2", 5, 32, "stop"), []),
     )
     (chunk,) = timeline.chunks
     assert (chunk.response.name, chunk.response.finish, chunk.blocks) == ("b/c#2", "stop", 0)
@@ -157,8 +158,8 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
         whole.add(lines[-1])
         return [item for item in lines[-1].out if isinstance(item, instructions.Dispatch)]
 
-    tell(Joined("e0", CAPACITY, 1))
-    tell(Joined("e1", CAPACITY, 2))
+    tell(orders.joined("e0", CAPACITY, 1))
+    tell(orders.joined("e1", CAPACITY, 2))
     work = [(each, 32) for each in tell(submitted("abc", n=2))]
     assert len(work) > 2
     half = 0
@@ -169,7 +170,7 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
             (response,) = {each.finish for each in part.timeline.rollouts[0].responses}
             assert response == ""
         each, count = work.pop(0)
-        ended = tell(events.ChunkEnded(each.instance, each.request_id, each.attempt, count))
+        ended = tell(orders.ended(each.instance, each.request_id, each.attempt, count))
         work += [(each, 32) for each in ended]
         if half:
             part.add(lines[-1])
@@ -203,8 +204,8 @@ def test_segments_of_one_life_are_one_and_another_life_is_a_loss() -> None:
 
 
 def test_what_is_refused_is_no_open_response_and_a_second_use_is_another_rollout() -> None:
-    refused = instructions.Refuse(b"", "r", ["a"], "cancelled", "", 1)
-    ended = events.ChunkEnded("e0", "r/a#0", 1, 32)
+    refused = orders.refused(b"", "r", ["a"], "cancelled", "", 1)
+    ended = orders.ended("e0", "r/a#0", 1, 32)
     timeline = told(
         *beginning(), (2.0, ended, []), (2.0, Tick(), [refused]), (3.0, submitted("a", submission=2), [])
     )

@@ -1,14 +1,14 @@
 """Turns of a trajectory are one response in a report: totals, times away, and what stays as it was."""
 
+import orders
 import pytest
 
 from seer.common.types import Capacity, TurnSpec
-from seer.report.html import page
 from seer.report.log_reader import LogReader
-from seer.report.timeline import Timeline
+from seer.report.records import Timeline
+from seer.report.timeline_page import page
 from seer.report.trajectories import away
 from seer.report.view import RolloutView, choose_rollout
-from seer.services.buffer.events import Joined
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import Limits
@@ -39,16 +39,16 @@ def told(*lines: tuple[float, object, list[object]]) -> Timeline:
     return reader.timeline
 
 
-JOINED = [(0.0, Joined("e0", CAPACITY, 1), []), (0.0, Joined("e1", CAPACITY, 2), [])]
+JOINED = [(0.0, orders.joined("e0", CAPACITY, 1), []), (0.0, orders.joined("e1", CAPACITY, 2), [])]
 TURNS = [
     (1.0, submitted(turn(0, 8, 0), submission=1), [dispatch("e0", "r/p#0.0#0", 1)]),
     (1.0, submitted(turn(0, 8, 0, 1), submission=2), [dispatch("e0", "r/p#1.0#0", 2)]),
     (1.0, submitted(events.GroupSpec("q", 4), submission=3), [dispatch("e1", "r/q#0", 3)]),
-    (2.0, events.ChunkEnded("e0", "r/p#0.0#0", 1, 5, "stop"), []),
-    (3.0, events.ChunkEnded("e0", "r/p#1.0#0", 2, 7, "stop"), []),
-    (3.5, events.ChunkEnded("e1", "r/q#0", 3, 2, "stop"), []),
+    (2.0, orders.ended("e0", "r/p#0.0#0", 1, 5, "stop"), []),
+    (3.0, orders.ended("e0", "r/p#1.0#0", 2, 7, "stop"), []),
+    (3.5, orders.ended("e1", "r/q#0", 3, 2, "stop"), []),
     (5.0, submitted(turn(1, 16, 5), submission=4), [dispatch("e1", "r/p#0.1#0", 4)]),
-    (9.0, events.ChunkEnded("e1", "r/p#0.1#0", 4, 20), []),
+    (9.0, orders.ended("e1", "r/p#0.1#0", 4, 20), []),
 ]
 
 
@@ -90,7 +90,7 @@ def test_a_turn_that_is_taken_again_counts_once(again: int):
     if again:  # by a trainer that was started again: the first is made anew, the second is delivered alone
         lines += [
             (10.0, submitted(turn(0, 8, 0), submission=9), [dispatch("e0", "r/p#0.0#0", 5)]),
-            (11.0, events.ChunkEnded("e0", "r/p#0.0#0", 5, 5, "stop"), []),
+            (11.0, orders.ended("e0", "r/p#0.0#0", 5, 5, "stop"), []),
             (12.0, submitted(turn(1, 16, 5), submission=10), []),
         ]
     timeline = told(*lines)
@@ -101,7 +101,7 @@ def test_a_turn_that_is_taken_again_counts_once(again: int):
 
 
 def test_a_turn_that_was_refused_is_told_of_its_trajectory():
-    refused = instructions.Refuse(b"", "r", ["p#0.1"], "refused", "weight version 0 is past", 4)
+    refused = orders.refused(b"", "r", ["p#0.1"], "refused", "weight version 0 is past", 4)
     timeline = told(*JOINED, *TURNS[:6], (5.0, submitted(turn(1, 16, 5), submission=4), [refused]))
     assert responses(timeline)["p#0"] == (5, "refused", 2)
     figures = {name: value for value, name in RolloutView(timeline, choose_rollout(timeline)).figures()}

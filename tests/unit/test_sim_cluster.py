@@ -34,7 +34,7 @@ def cluster_of(name: str, drafts: bool = False, load: Workload = LOAD, every: fl
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_response_ends_once_as_long_as_the_workload_says(name, drafts):
+def test_every_response_ends_once_not_before_the_bound_and_each_time_the_same(name, drafts):
     cluster = cluster_of(name, drafts)
     outcome = cluster.run()
     results = [request for group in cluster.buffer.groups.values() for request in group.results]
@@ -47,12 +47,6 @@ def test_every_response_ends_once_as_long_as_the_workload_says(name, drafts):
     for engine in cluster.instances.values():
         assert (engine.running, engine.waiting, engine.kv_tokens) == (0, 0, 0.0)
         assert engine.busy_seconds <= outcome.total
-
-
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_run_has_the_same_result_not_before_its_bound(name, drafts):
-    outcome = cluster_of(name, drafts).run()
     assert cluster_of(name, drafts).run() == outcome
     assert outcome.total >= of_rollout(LOAD, LENGTHS, drafts).seconds(LOAD.instances)
     preempted = outcome.counts["preemptions"]

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from seer.common.errors import InvalidField
-from seer.common.policy.schedule import POLICIES
 from seer.sim import study
 from seer.sim.bound import of_rollout
 from seer.sim.drafting import DRAFT_SHARE, GAINS
@@ -69,11 +68,9 @@ def test_with_drafts_the_bound_takes_them_only_where_they_pay() -> None:
     assert alone == pytest.approx(100 * 0.01 * (1 + DRAFT_SHARE) / gain)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("policy", [*POLICIES, study.ORACLE])
-def test_no_policy_ends_before_the_bound(policy: str, drafts: bool) -> None:
-    for seed in range(3):
-        run = perform(Task(LOAD, Variant(policy, drafts), seed, 64))
+def test_a_run_tells_its_bound_its_tokens_and_how_it_went_on() -> None:
+    for seed, variant in enumerate([Variant("seer"), Variant("seer", True), Variant(study.ORACLE)]):
+        run = perform(Task(LOAD, variant, seed, 64))
         assert 0 < run.bound <= run.total
         assert run.tokens == sum(map(sum, LOAD.draw(seed)))
         assert run.curve[0] == 0.0
@@ -81,11 +78,8 @@ def test_no_policy_ends_before_the_bound(policy: str, drafts: bool) -> None:
         assert run.curve == sorted(run.curve)
 
 
-def test_more_instances_and_drafts_never_raise_the_bound() -> None:
+def test_drafts_never_raise_the_bound() -> None:
     least = of_rollout(LOAD, LOAD.draw(0), drafts=False)
-    bounds = [least.seconds(instances) for instances in (1, 2, 4, 1000)]
-    assert bounds == sorted(bounds, reverse=True)
-    assert bounds[-1] == pytest.approx(least.alone)
     drafted = of_rollout(LOAD, LOAD.draw(0), drafts=True)
     assert drafted.work <= least.work
     assert drafted.alone <= least.alone

@@ -1,47 +1,21 @@
 """Nothing of the machines' state is left out of a snapshot; what it says is kept is."""
 
-import json
-from dataclasses import fields
-
-import pytest
+import orders
 from buffer_events import end, make, pick, submit
 from snapshots import again
 
-from seer.common.policy.request import RequestView
+from seer.common import wire
 from seer.common.sleep import SleepState
-from seer.services.buffer.events import Joined, Left
 from seer.services.buffer.log import snapshot
 from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.requests.events import GroupsAcknowledged, RolloutCancelled
 from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
-from seer.services.buffer.sleep import SleepAnswered, SleepAsked, SleepMachine, Tell
-from seer.services.buffer.weights.instructions import Load
+from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
-OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens", "earlier", "cap", "image"}
 BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "elsewhere"),
-    [
-        (GroupState, snapshot.GroupFields, {"rollout", "results"}),
-        (RolloutState, snapshot.RolloutFields, {"members", "finish_times"}),
-    ],
-)
-def test_every_field_is_in_a_snapshot(kind, row, elsewhere):
-    assert {field.name for field in fields(kind)} - elsewhere == set(row.__struct_fields__)
-
-
-def test_every_field_of_a_response_is_in_a_snapshot():
-    view = {field.name for field in fields(RequestView)} - OF_GROUP
-    own = {field.name for field in fields(RequestState)} - {"view", "group"}
-    assert view == set(snapshot.VIEW)
-    assert view | own == set(snapshot.Response.__struct_fields__)
 
 
 def test_every_attribute_is_in_a_snapshot():
@@ -93,8 +67,8 @@ def test_orders_and_what_a_collected_part_leaves_are_kept():
     new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
     assert list(new.registry.finished) == finished
     assert list(new.scheduler.queue) == list(machine.scheduler.queue)
-    machine.apply(GroupsAcknowledged("t", "r", ["z3", "z2"]), 2.0)
-    machine.apply(RolloutCancelled("t", "r", []), 3.0)
+    machine.apply(orders.acknowledged("t", "r", ["z3", "z2"]), 2.0)
+    machine.apply(orders.cancelled("t", "r", []), 3.0)
     assert machine.registry._partial
     new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
     assert new.registry._partial == machine.registry._partial
@@ -102,35 +76,22 @@ def test_orders_and_what_a_collected_part_leaves_are_kept():
 
 def test_who_has_joined_is_known_again():
     machine = BufferMachine(make(engines=()), WeightsMachine(), SleepMachine())
-    machine.apply(Joined("a", life=7), 1.0)
+    machine.apply(orders.joined("a", life=7), 1.0)
     assert again(machine).engines == machine.engines
-
-
-def test_a_snapshot_of_a_release_without_levels_of_sleep_is_read():
-    machine = BufferMachine(make(engines=()), WeightsMachine(), SleepMachine())
-    for name, asleep in (("a", True), ("b", False)):
-        machine.apply(Joined(name, asleep=asleep), 0.0)
-    text = json.loads(snapshot.snapshot(machine))
-    sleep, weights = text["sleep"], text["weights"]
-    assert sleep["_asleep"] == {"a": 2, "b": 0}
-    sleep |= {"_asleep": {"a": True, "b": False}, "_wanted": True}
-    del sleep["_level"], sleep["_earlier"], weights["_dropped"]
-    state = snapshot.parse(json.dumps(text).encode())
-    assert state.sleep._states == {"a": ASLEEP, "b": AWAKE}
-    assert state.sleep.wanted is ASLEEP
 
 
 def test_what_was_dropped_and_what_sleeps_is_known_again():
     machine = BufferMachine(make(engines=()), WeightsMachine(), SleepMachine())
-    machine.apply(Joined("a", sleep_levels=True), 0.0)
-    machine.apply(Joined("old"), 0.0)
-    machine.apply(Left(["old"]), 0.0)
-    machine.apply(SleepAsked("t", True, 1, 2), 1.0)
-    machine.apply(SleepAnswered("a", True, ("kv_cache", "weights"), True), 2.0)
-    machine.apply(SleepAsked("t", False, 2, tags=("weights",)), 3.0)
+    machine.apply(orders.joined("a"), 0.0)
+    machine.apply(orders.sleep("t", True, 1, 2), 1.0)
+    machine.apply(orders.slept("a", True, ("kv_cache", "weights"), True), 2.0)
+    machine.apply(orders.sleep("t", False, 2, tags=("weights",)), 3.0)
     new = again(machine)
-    assert new.apply(SleepAnswered("a", True, ("kv_cache",), True), 4.0) == [Tell("t", False, "", 2, True, 2)]
+    assert new.apply(orders.slept("a", True, ("kv_cache",), True), 4.0) == [
+        orders.rests("t", False, "", 2, True, 2)
+    ]
     assert new.sleep.weights_awake == {"a"}
     assert new.weights._dropped == {"a"}
-    [load] = pick(new.apply(SleepAsked("t", False, 3), 5.0) + new.apply(SleepAnswered("a", False), 6.0), Load)
-    assert (load.instance, load.weights.source) == ("a", "")
+    woken = new.apply(orders.sleep("t", False, 3), 5.0) + new.apply(orders.slept("a", False), 6.0)
+    [load] = pick(woken, wire.LoadWeights)
+    assert load.source == ""

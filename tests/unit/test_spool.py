@@ -10,10 +10,10 @@ from cluster_harness import roll, running
 from virtual_time import eventually, run, virtual
 
 from seer.client import WeightsRefused
-from seer.common import wire
+from seer.common import blobs, wire
+from seer.common.blobs import checksum
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig
-from seer.common.weights.digest import checksum
 from seer.services.buffer.weights.spool import Spool
 
 CALLS = (
@@ -37,6 +37,7 @@ class Disk:
 
     def __init__(self, monkeypatch, nth, *, stays=False):
         self.left, self.stays, self.active, self.failed = nth, stays, False, 0
+        self.patch = monkeypatch
         for name in CALLS:
             monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
 
@@ -68,6 +69,16 @@ class Disk:
             return await disk(active)
 
         spool._disk = watched
+        read = blobs.read_at
+
+        def reading(*place):
+            self.active = True
+            try:
+                return read(*place)
+            finally:
+                self.active = False
+
+        self.patch.setattr(blobs, "read_at", reading)
 
 
 class World:
@@ -182,11 +193,11 @@ async def test_what_waits_is_bounded_in_bytes_too():
     spool = Spool("", LoopClock())
     for offset in [0] * 1000:
         spool.put(None, b"", part("v1-a", offset))
-    assert spool._queue.qsize() * wire.SPOOL_BYTES <= 2**26
+    assert spool._turns.queue.qsize() * wire.SPOOL_BYTES <= 2**26
     large = np.zeros(wire.SPOOL_BYTES + 1, dtype=np.uint8)
     spool = Spool("", LoopClock())
     spool.put(None, b"", wire.SpoolData(name="v1-a", offset=0, checksum=0, data=large))
-    assert spool._queue.empty()
+    assert spool._turns.queue.empty()
 
 
 @virtual

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from seer.common.blobs import Blob
 from seer.common.errors import ConfigError
 from seer.services.buffer.own_folder import MARKER
 from seer.services.buffer.weights.spool_folder import NAME, SpoolFolder
+
+
+def begin(folder: SpoolFolder, name: str, size: int = 4) -> Blob:
+    stream = Blob(name, size, folder.root / name, f"token {name}")
+    folder.begin(stream)
+    return stream
 
 
 def everything(folder: Path) -> set[str]:
@@ -31,9 +38,9 @@ def test_what_a_user_keeps_beside_it_stays(tmp_path):
     folder = SpoolFolder(str(tmp_path))
     folder.claim()
     assert folder.inherited() == {}
-    folder.begin("v1-a", 10, "token")
+    begin(folder, "v1-a", 10)
     folder.keep_as_spare("v1-a")
-    folder.begin("v2-a", 20, "token")
+    begin(folder, "v2-a", 20)
     folder.remove("v2-a")
     folder.release()
     left = {name for name in everything(tmp_path) if not name.startswith(NAME)}
@@ -42,7 +49,7 @@ def test_what_a_user_keeps_beside_it_stays(tmp_path):
 
 
 def test_a_second_buffer_is_refused_until_the_first_is_gone(tmp_path, claimed):
-    claimed.begin("v1-a", 4, "token")
+    begin(claimed, "v1-a")
     second = SpoolFolder(str(tmp_path))
     with pytest.raises(ConfigError, match=r"buffer\.spool = .*another buffer holds .*folder of its own"):
         second.claim()
@@ -86,7 +93,7 @@ def test_only_its_user_reads_it(tmp_path, claimed):
         claimed.claim()
         temporary = SpoolFolder("")
         for folder in (claimed, temporary):
-            folder.begin("v1-a", 4, "token")
+            begin(folder, "v1-a")
             for each in [folder.root, *folder.root.rglob("*")]:
                 assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600), each
         temporary.release()
@@ -98,9 +105,9 @@ def test_only_its_user_reads_it(tmp_path, claimed):
 
 def test_whole_streams_of_an_earlier_life_are_taken_over_and_others_deleted(claimed):
     for name, size in (("v1-whole", 4), ("v2-part", 4), ("v3-short", 8)):
-        claimed.begin(name, size, f"token {name}")
-        (claimed.root / name / "model.safetensors").write_bytes(bytes(4))
-        claimed.write_notes(name, size, f"token {name}", whole=name != "v2-part")
+        stream = begin(claimed, name, size)
+        stream.file.write_bytes(bytes(4))
+        stream.note(whole=name != "v2-part")
     (claimed.root / "v4-garbage").mkdir()
     (claimed.root / "other").mkdir()
     assert claimed.inherited() == {"v1-whole": (4, "token v1-whole")}

@@ -10,7 +10,7 @@ from seer.common.types import SamplingParams
 from seer.services.buffer import submissions
 from seer.services.buffer.events import Weights
 from seer.services.buffer.requests import instructions, state
-from seer.services.buffer.store import Store
+from seer.services.buffer.response_store import Store
 
 PROMPT = np.arange(3, dtype=np.int32)
 SAMPLING = SamplingParams(max_tokens=8)
@@ -31,14 +31,14 @@ def opened(**more):
     return store
 
 
-def chunk_of(store, *, turns=True):
+def chunk_of(store):
     dispatch = instructions.Dispatch("a", "r/p#0", 1, 4)
-    return store.chunk(dispatch, "r/p", 0, wait_for_room=True, turns=turns)
+    return store.chunk(dispatch, "r/p", 0, wait_for_room=True)
 
 
 def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivered():
     store = opened()
-    store.keep("r/p", 0, np.array([7], np.int32), np.zeros(1, np.float32), Weights(1, "d1"))
+    store.keep("r/p", 0, np.array([7], np.int32), np.zeros(1, np.float32), ("", ""), Weights(1, "d1"))
     rollout = state.RolloutState("r", "t", b"t", 0, 0, 0.0)
     group = state.GroupState("r/p", "p", rollout, 1, 3, 8, -1, 0)
     first = store.result(group)
@@ -50,7 +50,7 @@ def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivere
 
 def test_what_is_kept_is_no_view_of_a_message_and_what_is_unknown_differs_from_nothing():
     store, message = opened(), np.array([7, 8], np.int32)
-    store.keep("r/p", 0, message[:1], np.zeros(1, np.float32), Weights(1, "d1"))
+    store.keep("r/p", 0, message[:1], np.zeros(1, np.float32), ("", ""), Weights(1, "d1"))
     message[0] = 9
     assert chunk_of(store).tokens.tolist() == [0, 1, 2, 7]
     assert store.same("r/p", submitted())
@@ -91,7 +91,7 @@ def test_what_is_kept_of_a_request_takes_eight_bytes_a_token_and_little_beside()
         before = tracemalloc.get_traced_memory()[0]
         for index in range(100):
             for _ in range(20):
-                store.keep("r/p", index, tokens, logprobs, Weights(1, "d1"))
+                store.keep("r/p", index, tokens, logprobs, ("", ""), Weights(1, "d1"))
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -5,17 +5,17 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+from faulty_transport import Faults, FaultyTransport
 from lag import LaggedTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
 from virtual_time import eventually, virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
 from seer.common.net import stream as streams
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
-from seer.common.net.transport.faulty import Faults, FaultyTransport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire import (
     BufferPublished,
@@ -30,7 +30,7 @@ from seer.common.wire import (
 from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
 from seer.services.buffer.requests import state
-from seer.services.buffer.requests.trajectories import Trajectories
+from seer.services.buffer.requests.turn_placement import Trajectories
 
 
 @virtual

@@ -2,13 +2,13 @@
 
 import asyncio
 
+from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
 from virtual_time import virtual
 
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.stream import BEACON_SECONDS, FETCH_SECONDS, RETIRED_SECONDS, SNAPSHOT_SECONDS
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import (
     ContextSnapshot,
     Estimates,

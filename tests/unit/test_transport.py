@@ -5,15 +5,17 @@ import socket
 import subprocess
 import sys
 
+import memory_pipes
+import memory_transport
 import numpy as np
 import pytest
+from faulty_transport import Faults, FaultyTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.net.transport import memory, pipes, zmq
-from seer.common.net.transport.faulty import Faults, FaultyTransport
-from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport import zmq
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire import ChunksDone
 from seer.common.wire.codec import Decoder, encode
@@ -164,9 +166,9 @@ async def test_a_restarted_router_is_found_again(make, endpoint):
 
 
 async def test_a_full_queue_makes_the_sender_wait_then_fail(make, endpoint, monkeypatch):
-    for module in (zmq, memory):
+    for module in (zmq, memory_transport):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 4)
-    for module in (zmq, pipes):
+    for module in (zmq, memory_pipes):
         monkeypatch.setattr(module, "SEND_SECONDS", 0.5)
     router = await make().router(endpoint)
     stuck = await make().dealer(router.endpoint, b"stuck")
@@ -185,9 +187,9 @@ async def test_a_full_queue_makes_the_sender_wait_then_fail(make, endpoint, monk
 
 async def test_a_router_may_bound_its_queues_itself(make, endpoint, monkeypatch):
     router = await make().router(endpoint, 3)
-    for module in (zmq, pipes):
+    for module in (zmq, memory_pipes):
         monkeypatch.setattr(module, "SEND_SECONDS", 0.2)
-    for module in (zmq, memory):
+    for module in (zmq, memory_transport):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 1)  # the reader's
     stuck = await make().dealer(router.endpoint, b"stuck")
     await when_known(router, b"stuck", [b"x"])
@@ -201,7 +203,7 @@ async def test_a_router_may_bound_its_queues_itself(make, endpoint, monkeypatch)
 
 
 async def test_a_sender_that_waits_goes_on_when_there_is_room(make, endpoint, monkeypatch):
-    for module in (zmq, memory):
+    for module in (zmq, memory_transport):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 4)
     router = await make().router(endpoint)
     dealer = await make().dealer(router.endpoint, b"one")
@@ -228,7 +230,7 @@ async def test_publishing_reaches_every_subscriber_and_needs_none(make, endpoint
 
 
 async def test_publishing_never_waits_for_a_slow_subscriber(make, endpoint, monkeypatch):
-    for module in (zmq, memory):
+    for module in (zmq, memory_transport):
         monkeypatch.setattr(module, "STREAM_MESSAGES", 8)
     publisher = await make().publisher(endpoint)
     subscriber = await make().subscriber(publisher.endpoint)

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from seer.cli.main import main
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
@@ -410,7 +410,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
     out = prompts.parent / "report.json"
-    usual = "--backend replay -n 4 --set engine.replay_step_seconds=0.0005 --set engine.status_seconds=0.1"
+    usual = "--backend replay -n 4 --set engine.replay.step_seconds=0.0005"
     command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
     result = CliRunner().invoke(main, command)
     return result, json.loads(out.read_text()) if out.exists() else {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import fields
 
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device

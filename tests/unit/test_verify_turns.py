@@ -14,7 +14,7 @@ from pictures import picture, placed
 
 from seer.cli.main import main
 from seer.client import Group, Prompt
-from seer.client.groups import Response
+from seer.client.results import Response
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams, TurnSpec
 from seer.verify import turns
@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
     out = prompts.parent / "report.json"
-    usual = "--turns --backend replay -n 4 --set engine.replay_step_seconds=0.0005 --set engine.status_seconds=0.1"
+    usual = "--turns --backend replay -n 4 --set engine.replay.step_seconds=0.0005"
     command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
     result = CliRunner().invoke(main, command)
     return result, json.loads(out.read_text()) if out.exists() else {}

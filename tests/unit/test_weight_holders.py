@@ -1,8 +1,15 @@
-"""When an engine leaves another one that it copies weights from."""
+"""When an engine leaves another one that it copies weights from, and how it gives its own copy away."""
+
+import asyncio
 
 import pytest
+from memory_transport import MemoryNetwork, MemoryTransport
+from virtual_time import virtual
 
-from seer.services.engine.weights.holders import HOLDER_BYTES, Patience
+from seer.common.clock import LoopClock
+from seer.common.errors import ConfigError
+from seer.common.net.identity import Identity
+from seer.services.engine.weights.holders import AVOID_SECONDS, GONE, HOLDER_BYTES, Copy, Patience, Peers
 
 
 def judge(patience, *intervals):
@@ -40,3 +47,58 @@ def test_who_gets_no_further_is_left_the_later_the_more_are_in_between():
     assert far.waited_in_vain
     judge(far, (15, 15))  # it goes on
     assert not far.waited_in_vain
+
+
+def peers(transport):
+    return Peers(transport, identity("a"), LoopClock())
+
+
+def identity(name):
+    return Identity(role="engine", name=name, incarnation=1, config_hash="same")
+
+
+async def test_an_engine_says_what_it_has_and_what_it_deleted():
+    mine, copy = peers(None), Copy("v1", 100)
+    assert mine._find("v1") == ""  # it may come
+    mine.offer(copy)
+    assert mine._find("v1") is copy
+    assert mine._find("v2") == ""
+    mine.withdraw(copy)
+    await copy.delete()
+    assert mine._find("v1") == GONE
+    assert not copy.folder.exists()
+    with pytest.raises(ValueError, match=GONE):
+        await copy.part(0, asyncio.Semaphore())
+
+
+@virtual
+async def test_a_holder_of_no_use_is_left_alone_for_a_while():
+    mine = peers(None)
+    mine.avoid("b")
+    assert mine.usable(["a", "b", "c"]) == ["a", "c"]
+    await asyncio.sleep(AVOID_SECONDS)
+    assert mine.usable(["b"]) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "buffer", "bound"),
+    [
+        ("", "ipc:///tmp/buffer", False),
+        ("", "tcp://127.0.0.1:7102", False),
+        ("", "tcp://no.such.host.invalid:7102", False),
+        ("off", "tcp://10.0.0.1:7102", False),
+        ("tcp://a:7", "tcp://127.0.0.1:7102", True),
+    ],
+)
+async def test_where_an_engine_listens(configured, buffer, bound):
+    server = peers(MemoryTransport(MemoryNetwork()))
+    endpoint = await server.start(configured, buffer)
+    assert endpoint == ("tcp://a:7" if bound else "")
+    server.close()
+
+
+async def test_an_endpoint_that_is_taken_is_refused_by_the_setting():
+    transport = MemoryTransport(MemoryNetwork())
+    await transport.router("tcp://a:7")
+    with pytest.raises(ConfigError, match=r"engine\.weights_endpoint = 'tcp://a:7': cannot bind"):
+        await peers(transport).start("tcp://a:7", "")

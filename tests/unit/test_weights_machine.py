@@ -1,9 +1,10 @@
 """The weights machine, event in, instructions out."""
 
+import orders
 import pytest
 
-from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
-from seer.services.buffer.weights import events as weight_events
+from seer.common import wire
+from seer.services.buffer.events import Drained, Left, Tick, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
 from seer.services.buffer.weights.machine import WeightsMachine
 
@@ -14,25 +15,25 @@ NEW = Weights(1, "d1", "/new")
 def make(*names, weights=OLD):
     machine = WeightsMachine(seconds=10.0)
     for name in names:
-        machine.apply(Joined(name, weights=weights), 0.0, idle=True)
+        machine.apply(orders.joined(name, weights=weights), 0.0, idle=True)
     return machine
 
 
 def ask(machine, version=1, source="/new", now=0.0, idle=True, **fields):
-    return machine.apply(weight_events.UpdateAsked("t", version, source, **fields), now, idle=idle)
+    return machine.apply(orders.update("t", version, source, **fields), now, idle=idle)
 
 
 def prepare(machine, *names, digest="d1", idle=True, version=1):
     out = []
     for name in names:
-        out += machine.apply(weight_events.Prepared(name, version, digest), 1.0, idle=idle)
+        out += machine.apply(orders.prepared(name, version, digest, "", machine._updates), 1.0, idle=idle)
     return out
 
 
 def load(machine, *names, problem=""):
     out = []
     for name in names:
-        out += machine.apply(weight_events.Loaded(name, machine.live.version, problem), 2.0, idle=True)
+        out += machine.apply(orders.loaded(name, machine.live.version, problem), 2.0, idle=True)
     return out
 
 
@@ -40,23 +41,23 @@ def test_an_update_prepares_everywhere_then_loads_everywhere():
     machine = make("a", "b")
     assert ask(machine) == [
         weight_instructions.Hold(),
-        weight_instructions.Prepare("a", 1, "/new", 1),
-        weight_instructions.Prepare("b", 1, "/new", 1),
+        orders.prepare("a", 1, "/new", 1),
+        orders.prepare("b", 1, "/new", 1),
     ]
     assert prepare(machine, "a") == []
     assert machine.live == OLD
     assert prepare(machine, "b") == [
         weight_instructions.Expel("a"),
         weight_instructions.Expel("b"),
-        weight_instructions.Load("a", NEW),
-        weight_instructions.Load("b", NEW),
+        orders.load("a", NEW),
+        orders.load("b", NEW),
     ]
     assert not machine.admitted
     assert load(machine, "a") == [weight_instructions.Admit("a")]
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
-        weight_instructions.Report("t", NEW, {}),
+        orders.live("t", NEW, {}),
     ]
     assert machine.live == NEW
     assert not machine.updating
@@ -65,19 +66,17 @@ def test_an_update_prepares_everywhere_then_loads_everywhere():
 def test_one_problem_cancels_it_for_all():
     machine = make("a", "b")
     ask(machine)
-    out = machine.apply(
-        weight_events.Prepared("a", 1, "", "lm_head has shape [1, 2], not [3, 4]"), 1.0, idle=True
-    )
+    out = machine.apply(orders.prepared("a", 1, "", "lm_head has shape [1, 2], not [3, 4]"), 1.0, idle=True)
     reasons = {"a": "lm_head has shape [1, 2], not [3, 4]"}
     assert out == [
-        weight_instructions.Discard("a", 1, 1),
-        weight_instructions.Discard("b", 1, 1),
+        orders.discard("a", 1, 1),
+        orders.discard("b", 1, 1),
         weight_instructions.Release(),
-        weight_instructions.Fail("t", 1, reasons),
+        orders.failed("t", 1, reasons),
     ]
     assert machine.live == OLD
     assert machine.admitted == {"a", "b"}
-    assert prepare(machine, "b") == [weight_instructions.Discard("b", 1, 0)]
+    assert prepare(machine, "b") == [orders.discard("b", 1, 1)]
     assert ask(machine)[0] == weight_instructions.Hold()
 
 
@@ -87,7 +86,7 @@ def test_all_must_read_the_same_bytes(asked):
     ask(machine, digest=asked)
     prepare(machine, "a")
     out = prepare(machine, "b", digest="other")
-    assert out[-1] == weight_instructions.Fail("t", 1, {"b": "reads weights with digest other, not d1"})
+    assert out[-1] == orders.failed("t", 1, {"b": "reads weights with digest other, not d1"})
 
 
 def test_what_is_in_flight_is_finished_first():
@@ -97,19 +96,19 @@ def test_what_is_in_flight_is_finished_first():
     assert machine.live == OLD
     assert machine.apply(Tick(), 2.0, idle=True) == [
         weight_instructions.Expel("a"),
-        weight_instructions.Load("a", NEW),
+        orders.load("a", NEW),
     ]
 
 
 def test_or_aborted_or_forbids_it():
     machine = make("a")
-    assert ask(machine, idle=False, in_flight=weight_events.InFlight.ABORT)[:2] == [
+    assert ask(machine, idle=False, in_flight="abort")[:2] == [
         weight_instructions.Hold(),
         weight_instructions.Abort(),
     ]
     machine = make("a")
-    (fail,) = ask(machine, idle=False, in_flight=weight_events.InFlight.ERROR)
-    assert "under way" in fail.reasons[""]
+    (fail,) = ask(machine, idle=False, in_flight="error")
+    assert "under way" in fail.message.reasons[""]
 
 
 def test_what_cannot_load_is_quarantined_not_rolled_back():
@@ -117,13 +116,11 @@ def test_what_cannot_load_is_quarantined_not_rolled_back():
     ask(machine)
     prepare(machine, "a", "b")
     load(machine, "a")
-    assert load(machine, "b", problem="out of memory")[-1] == weight_instructions.Report(
-        "t", NEW, {"b": "out of memory"}
-    )
+    assert load(machine, "b", problem="out of memory")[-1] == orders.live("t", NEW, {"b": "out of memory"})
     assert machine.admitted == {"a"}
     ask(machine, version=2, source="/newer")
     out = prepare(machine, "a", digest="d2", version=2)
-    assert weight_instructions.Load("b", Weights(2, "d2", "/newer")) in out
+    assert orders.load("b", Weights(2, "d2", "/newer")) in out
 
 
 def test_an_instance_lost_at_any_moment_is_not_waited_for():
@@ -131,15 +128,15 @@ def test_an_instance_lost_at_any_moment_is_not_waited_for():
     ask(machine)
     prepare(machine, "a")
     out = machine.apply(Left(["b"]), 1.0, idle=True)
-    assert weight_instructions.Load("a", NEW) in out
+    assert orders.load("a", NEW) in out
     out = machine.apply(Left(["a"]), 1.0, idle=True)
-    assert out == [weight_instructions.Release(), weight_instructions.Report("t", NEW, {})]
+    assert out == [weight_instructions.Release(), orders.live("t", NEW, {})]
     machine = make("a")
     ask(machine)
     assert machine.apply(Left(["a"]), 1.0, idle=True) == []
-    out = machine.apply(Joined("a", weights=OLD, life=2), 2.0, idle=True)
-    assert [type(each).__name__ for each in out] == ["Admit", "Prepare"]
-    assert weight_instructions.Load("a", NEW) in prepare(machine, "a")
+    out = machine.apply(orders.joined("a", weights=OLD, life=2), 2.0, idle=True)
+    assert orders.kinds(out) == ["Admit", "PrepareWeights"]
+    assert orders.load("a", NEW) in prepare(machine, "a")
 
 
 def test_a_late_joiner_loads_before_it_gets_work():
@@ -147,38 +144,38 @@ def test_a_late_joiner_loads_before_it_gets_work():
     ask(machine)
     prepare(machine, "a")
     load(machine, "a")
-    assert machine.apply(Joined("b", weights=OLD), 3.0, idle=False) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(orders.joined("b", weights=OLD), 3.0, idle=False) == [orders.load("b", NEW)]
     assert load(machine, "b") == [weight_instructions.Admit("b")]
-    assert machine.apply(Joined("c", weights=NEW), 3.0, idle=False) == [weight_instructions.Admit("c")]
+    assert machine.apply(orders.joined("c", weights=NEW), 3.0, idle=False) == [weight_instructions.Admit("c")]
 
 
 def test_one_that_joins_during_prepare_prepares_too():
     machine = make("a")
     ask(machine)
-    assert machine.apply(Joined("b", weights=OLD), 1.0, idle=True) == [
+    assert machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True) == [
         weight_instructions.Admit("b"),
-        weight_instructions.Prepare("b", 1, "/new", 1),
+        orders.prepare("b", 1, "/new", 1),
     ]
     assert prepare(machine, "a") == []
-    assert weight_instructions.Load("b", NEW) in prepare(machine, "b")
+    assert orders.load("b", NEW) in prepare(machine, "b")
 
 
 def test_a_restarted_buffer_takes_the_highest_version_it_meets():
     machine = make("a")
-    out = machine.apply(Joined("b", weights=NEW), 1.0, idle=True)
+    out = machine.apply(orders.joined("b", weights=NEW), 1.0, idle=True)
     assert out == [
         weight_instructions.Expel("a"),
-        weight_instructions.Load("a", NEW),
+        orders.load("a", NEW),
         weight_instructions.Admit("b"),
     ]
     assert machine.live == NEW
-    out = make("a").apply(Joined("b", weights=NEW), 1.0, idle=False)
+    out = make("a").apply(orders.joined("b", weights=NEW), 1.0, idle=False)
     assert out[0] == weight_instructions.Abort()
 
 
 def test_one_with_other_weights_of_the_same_version_gets_no_work():
     machine = make("a")
-    assert machine.apply(Joined("b", weights=Weights(0, "other")), 1.0, idle=True) == []
+    assert machine.apply(orders.joined("b", weights=Weights(0, "other")), 1.0, idle=True) == []
     assert machine.admitted == {"a"}
     assert "start it with the same model" in machine.quarantined["b"]
 
@@ -189,20 +186,20 @@ def test_one_with_other_weights_of_the_same_version_gets_no_work():
 def test_versions_rise(version, problem):
     machine = make("a", weights=NEW)
     (fail,) = ask(machine, version=version, source="/elsewhere")
-    assert problem in fail.reasons[""]
-    assert ask(machine, version=1) == [weight_instructions.Report("t", NEW, {})]
+    assert problem in fail.message.reasons[""]
+    assert ask(machine, version=1) == [orders.live("t", NEW, {})]
 
 
 def test_an_update_waits_for_an_engine_that_comes_but_not_for_ever():
     machine = make()
     assert ask(machine) == [weight_instructions.Hold()]
-    out = machine.apply(Joined("a", weights=OLD), 5.0, idle=True)
-    assert [type(each).__name__ for each in out] == ["Admit", "Prepare"]
+    out = machine.apply(orders.joined("a", weights=OLD), 5.0, idle=True)
+    assert orders.kinds(out) == ["Admit", "PrepareWeights"]
     assert machine.apply(Left(["a"]), 6.0, idle=True) == []
     assert machine.apply(Tick(), 9.0, idle=True) == []
     release, fail = machine.apply(Tick(), 10.5, idle=True)
     assert release == weight_instructions.Release()
-    assert fail == weight_instructions.Fail("t", 1, {"": "no engine is there to take weights: start one"})
+    assert fail == orders.failed("t", 1, {"": "no engine is there to take weights: start one"})
 
 
 def test_one_that_could_not_load_what_was_live_takes_an_update_that_waits():
@@ -212,21 +209,21 @@ def test_one_that_could_not_load_what_was_live_takes_an_update_that_waits():
     load(machine, "a", problem="no memory")
     machine.apply(Left(["a"]), 1.0, idle=True)
     ask(machine, version=2, source="/newer", now=1.0)
-    machine.apply(Joined("a", weights=OLD, life=2), 2.0, idle=True)
+    machine.apply(orders.joined("a", weights=OLD, life=2), 2.0, idle=True)
     out = load(machine, "a", problem="no memory")
-    assert [each.version for each in out if isinstance(each, weight_instructions.Prepare)] == [2]
+    assert [each.version for each in orders.pick(out, wire.PrepareWeights)] == [2]
     out = prepare(machine, "a", digest="d2", version=2)
-    assert weight_instructions.Load("a", Weights(2, "d2", "/newer")) in out
+    assert orders.load("a", Weights(2, "d2", "/newer")) in out
 
 
 def test_engines_that_are_to_sleep_take_no_update():
     machine = make("a")
-    asked = weight_events.UpdateAsked("t", 1, "/new")
+    asked = orders.update("t", 1, "/new")
     (fail,) = machine.apply(asked, 0.0, idle=True, asleep=True)
-    assert "engines sleep: wake them first" in fail.reasons[""]
+    assert "engines sleep: wake them first" in fail.message.reasons[""]
     ask(machine)  # and then the wish of an earlier life is heard of
     *_, fail = machine.apply(Tick(), 0.0, idle=True, awake=["a"], asleep=True)
-    assert "engines sleep: wake them first" in fail.reasons[""]
+    assert "engines sleep: wake them first" in fail.message.reasons[""]
     assert not machine.updating
 
 
@@ -234,22 +231,22 @@ def test_an_update_that_is_loaded_does_not_wait_for_engines_that_are_to_sleep():
     machine = make("a")
     ask(machine)
     prepare(machine, "a")
-    machine.apply(Joined("b", weights=OLD), 2.0, idle=True, awake=["a"], asleep=True)
+    machine.apply(orders.joined("b", weights=OLD), 2.0, idle=True, awake=["a"], asleep=True)
     assert machine.updating
-    out = machine.apply(weight_events.Loaded("a", 1), 2.0, idle=True, awake=["a"], asleep=True)
-    assert out[-1] == weight_instructions.Report("t", NEW, {})
+    out = machine.apply(orders.loaded("a", 1), 2.0, idle=True, awake=["a"], asleep=True)
+    assert out[-1] == orders.live("t", NEW, {})
     out = machine.apply(Tick(), 3.0, idle=True, awake=["a", "b"])
-    assert out == [weight_instructions.Load("b", NEW)]
+    assert out == [orders.load("b", NEW)]
 
 
 def test_one_update_at_a_time():
     machine = make("a")
     ask(machine)
     assert ask(machine) == []  # the same again
-    (fail,) = machine.apply(weight_events.UpdateAsked("other", 2, "/new"), 0.0, idle=True)
-    assert "t updates to version 1" in fail.reasons[""]
+    (fail,) = machine.apply(orders.update("other", 2, "/new"), 0.0, idle=True)
+    assert "t updates to version 1" in fail.message.reasons[""]
     (fail,) = ask(make("a"), source="")
-    assert "give a source" in fail.reasons[""]
+    assert "give a source" in fail.message.reasons[""]
 
 
 def test_deadlines():
@@ -257,34 +254,34 @@ def test_deadlines():
     ask(machine)
     prepare(machine, "a")
     assert machine.apply(Tick(), 9.0, idle=True) == []
-    assert machine.apply(Tick(), 11.0, idle=True)[-1] == weight_instructions.Fail(
+    assert machine.apply(Tick(), 11.0, idle=True)[-1] == orders.failed(
         "t", 1, {"b": "did not answer in 10 s"}
     )
     ask(machine, now=20.0)
     prepare(machine, "a", "b")
     load(machine, "a")
     out = machine.apply(Tick(), 40.0, idle=True)
-    assert out[-1] == weight_instructions.Report("t", NEW, {"b": "did not load version 1 in 10 s"})
+    assert out[-1] == orders.live("t", NEW, {"b": "did not load version 1 in 10 s"})
     machine = make("a")
     ask(machine, idle=False)
     prepare(machine, "a", idle=False)
     out = machine.apply(Tick(), 11.0, idle=False)
-    assert "went on for 10 s" in out[-1].reasons[""]
+    assert "went on for 10 s" in out[-1].message.reasons[""]
 
 
 def test_undefined_weights_never_become_live():
     machine = WeightsMachine()
     broken = Weights(-1, "")
-    assert machine.apply(Joined("a", weights=broken), 0.0, idle=True) == []
+    assert machine.apply(orders.joined("a", weights=broken), 0.0, idle=True) == []
     assert machine.live is None
-    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [
-        weight_instructions.Load("a", OLD),  # the model that it was started with, if that is the same
+    assert machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True) == [
+        orders.load("a", OLD),  # the model that it was started with, if that is the same
         weight_instructions.Admit("b"),
     ]
-    machine.apply(Joined("a", weights=broken), 0.0, idle=True)
+    machine.apply(orders.joined("a", weights=broken), 0.0, idle=True)
     assert machine.admitted == {"b"}
     machine = make("b", weights=NEW)
-    assert machine.apply(Joined("a", weights=broken), 0.0, idle=True) == [weight_instructions.Load("a", NEW)]
+    assert machine.apply(orders.joined("a", weights=broken), 0.0, idle=True) == [orders.load("a", NEW)]
 
 
 # --- whoever comes to other weights while they change --------------------------------------------
@@ -299,14 +296,14 @@ def updated_to(machine, version, *names):
 
 
 def loaded(machine, name, version, problem=""):
-    return machine.apply(weight_events.Loaded(name, version, problem), 3.0, idle=True)
+    return machine.apply(orders.loaded(name, version, problem), 3.0, idle=True)
 
 
 def test_one_that_still_loads_an_older_version_is_told_and_its_old_answer_changes_nothing():
     machine = make("a", weights=NEW)
-    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True) == [orders.load("b", NEW)]
     out = updated_to(machine, 2, "a")
-    assert weight_instructions.Load("b", machine.live) in out
+    assert orders.load("b", machine.live) in out
     for problem in ("", "no such folder"):
         assert loaded(machine, "b", 1, problem) == []
         assert "b" in machine.loading
@@ -319,9 +316,9 @@ def test_one_that_still_loads_an_older_version_is_told_and_its_old_answer_change
 
 def test_one_that_loads_has_all_the_time_again_when_it_is_told_of_another_version():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True)
     ask(machine, version=2, source="/2", now=9.0)
-    machine.apply(weight_events.Prepared("a", 2, "d2"), 9.0, idle=True)
+    machine.apply(orders.prepared("a", 2, "d2"), 9.0, idle=True)
     machine.apply(Tick(), 15.0, idle=True)
     assert "b" in machine.loading
     machine.apply(Tick(), 20.0, idle=True)
@@ -330,12 +327,12 @@ def test_one_that_loads_has_all_the_time_again_when_it_is_told_of_another_versio
 
 def test_all_are_told_when_a_restarted_buffer_learns_of_a_later_version():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("loads", weights=OLD), 0.0, idle=True)
-    machine.apply(Joined("fails", weights=OLD), 0.0, idle=True)
-    machine.apply(weight_events.Loaded("fails", 1, "broken"), 0.0, idle=True)
+    machine.apply(orders.joined("loads", weights=OLD), 0.0, idle=True)
+    machine.apply(orders.joined("fails", weights=OLD), 0.0, idle=True)
+    machine.apply(orders.loaded("fails", 1, "broken"), 0.0, idle=True)
     later = Weights(7, "d7", "/7")
-    out = machine.apply(Joined("c", weights=later), 1.0, idle=True)
-    assert {item.instance for item in out if item == weight_instructions.Load(item.instance, later)} == {
+    out = machine.apply(orders.joined("c", weights=later), 1.0, idle=True)
+    assert {item.instance for item in out if item == orders.load(item.instance, later)} == {
         "a",
         "loads",
         "fails",
@@ -346,33 +343,31 @@ def test_all_are_told_when_a_restarted_buffer_learns_of_a_later_version():
 def test_an_update_below_what_a_restarted_buffer_learns_is_off():
     machine = make("a")
     ask(machine, version=3)
-    out = machine.apply(Joined("c", weights=Weights(7, "d7", "/7")), 1.0, idle=True)
-    (fail,) = [item for item in out if isinstance(item, weight_instructions.Fail)]
+    out = machine.apply(orders.joined("c", weights=Weights(7, "d7", "/7")), 1.0, idle=True)
+    (fail,) = orders.pick(out, wire.WeightsFailed)
     assert "c has version 7" in fail.reasons[""]
     assert machine.live.version == 7
 
 
 def test_one_admitted_while_others_prepare_prepares_too():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True)
     ask(machine, version=2, source="/2")
     assert loaded(machine, "b", 1) == [
         weight_instructions.Admit("b"),
-        weight_instructions.Prepare("b", 2, "/2", 1),
+        orders.prepare("b", 2, "/2", 1),
     ]
     assert prepare(machine, "a", digest="d2", version=2) == []
-    assert weight_instructions.Load("b", Weights(2, "d2", "/2")) in prepare(
-        machine, "b", digest="d2", version=2
-    )
+    assert orders.load("b", Weights(2, "d2", "/2")) in prepare(machine, "b", digest="d2", version=2)
 
 
 def test_a_lost_one_is_not_waited_for_while_it_loads_for_the_second_time():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True)
     updated_to(machine, 2, "a")
     loaded(machine, "a", 2)
     out = machine.apply(Left(["b"]), 3.0, idle=True)
-    assert out == [weight_instructions.Release(), weight_instructions.Report("t", machine.live, {})]
+    assert out == [weight_instructions.Release(), orders.live("t", machine.live, {})]
 
 
 # --- answers that nobody waits for ---------------------------------------------------------------
@@ -380,36 +375,34 @@ def test_a_lost_one_is_not_waited_for_while_it_loads_for_the_second_time():
 
 def test_prepared_counts_only_from_who_was_asked_and_once():
     machine = make("a", "b")
-    machine.apply(Joined("bad", weights=Weights(0, "other")), 0.0, idle=True)
+    machine.apply(orders.joined("bad", weights=Weights(0, "other")), 0.0, idle=True)
     ask(machine)
-    for stranger, told in (("nobody", []), ("bad", [weight_instructions.Discard("bad", 1, 0)])):
-        assert machine.apply(weight_events.Prepared(stranger, 1, "dx"), 1.0, idle=True) == told
-        assert machine.apply(weight_events.Prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
+    for stranger, told in (("nobody", []), ("bad", [orders.discard("bad", 1, 1)])):
+        assert machine.apply(orders.prepared(stranger, 1, "dx"), 1.0, idle=True) == told
+        assert machine.apply(orders.prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
     prepare(machine, "a")
-    assert machine.apply(weight_events.Prepared("a", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(orders.prepared("a", 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
     prepare(machine, "b")
     assert machine.live == NEW
-    assert machine.apply(weight_events.Prepared("b", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(orders.prepared("b", 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
 
 
 def test_prepared_of_another_version_or_another_update_is_not_this_ones():
     machine = make("a", "b")
     ask(machine, version=2)
-    assert machine.apply(weight_events.Prepared("a", 3, "", "broken"), 1.0, idle=True) == []
-    assert machine.apply(weight_events.Prepared("a", 1, "dx"), 1.0, idle=True) == []
+    assert machine.apply(orders.prepared("a", 3, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(orders.prepared("a", 1, "dx"), 1.0, idle=True) == []
     assert machine.updating
-    machine.apply(weight_events.Prepared("b", 2, "", "full disk", 1), 1.0, idle=True)
+    machine.apply(orders.prepared("b", 2, "", "full disk", 1), 1.0, idle=True)
     assert not machine.updating
-    assert weight_instructions.Prepare("a", 2, "/again", 2) in ask(machine, version=2, source="/again")
-    assert (
-        machine.apply(weight_events.Prepared("a", 2, "dx", "", 1), 1.0, idle=True) == []
-    )  # of the first update
-    assert machine.apply(weight_events.Prepared("a", 2, "", "broken", 1), 1.0, idle=True) == []
+    assert orders.prepare("a", 2, "/again", 2) in ask(machine, version=2, source="/again")
+    assert machine.apply(orders.prepared("a", 2, "dx", "", 1), 1.0, idle=True) == []  # of the first update
+    assert machine.apply(orders.prepared("a", 2, "", "broken", 1), 1.0, idle=True) == []
     for name in ("a", "b"):
-        machine.apply(weight_events.Prepared(name, 2, "d2", "", 2), 1.0, idle=True)
+        machine.apply(orders.prepared(name, 2, "d2", "", 2), 1.0, idle=True)
     assert machine.live == Weights(2, "d2", "/again")
 
 
@@ -440,12 +433,10 @@ def test_what_was_prepared_for_an_update_that_ended_while_its_engine_registered_
     machine = make("a")
     ask(machine)
     machine.apply(Left(["a"]), 1.0, idle=True)
-    assert "no engine is there" in machine.apply(Tick(), 10.5, idle=True)[-1].reasons[""]
-    machine.apply(Joined("a", weights=OLD), 11.0, idle=True)
-    assert machine.apply(weight_events.Prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [
-        weight_instructions.Discard("a", 1, 1)
-    ]
-    assert machine.apply(weight_events.Prepared("a", 1, "", "broken", 1), 1.0, idle=True) == []
+    assert "no engine is there" in machine.apply(Tick(), 10.5, idle=True)[-1].message.reasons[""]
+    machine.apply(orders.joined("a", weights=OLD), 11.0, idle=True)
+    assert machine.apply(orders.prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [orders.discard("a", 1, 1)]
+    assert machine.apply(orders.prepared("a", 1, "", "broken", 1), 1.0, idle=True) == []
 
 
 def test_the_answer_says_the_number_of_the_question():
@@ -453,10 +444,10 @@ def test_the_answer_says_the_number_of_the_question():
     ask(machine, call_id=5)
     assert ask(machine, call_id=5) == []
     prepare(machine, "a")
-    assert load(machine, "a")[-1] == weight_instructions.Report("t", NEW, {}, 5)
-    assert ask(machine, call_id=6) == [weight_instructions.Report("t", NEW, {}, 6)]
+    assert load(machine, "a")[-1] == orders.live("t", NEW, {}, 5)
+    assert ask(machine, call_id=6) == [orders.live("t", NEW, {}, 6)]
     (fail,) = ask(machine, version=0, call_id=7)
-    assert fail.call_id == 7
+    assert fail.message.call_id == 7
 
 
 def test_who_asks_the_same_again_gets_the_one_answer():
@@ -464,18 +455,18 @@ def test_who_asks_the_same_again_gets_the_one_answer():
     ask(machine, call_id=5)
     assert ask(machine, call_id=6) == []  # it stopped waiting, or was killed
     prepare(machine, "a")
-    assert load(machine, "a")[-1] == weight_instructions.Report("t", NEW, {}, 6)
+    assert load(machine, "a")[-1] == orders.live("t", NEW, {}, 6)
 
 
 def test_who_asks_again_waits_for_those_that_still_load():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
-    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True)
     assert ask(machine, call_id=6) == [weight_instructions.Hold()]
     assert ask(machine, call_id=7) == []
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
-        weight_instructions.Report("t", NEW, {}, 7),
+        orders.live("t", NEW, {}, 7),
     ]
 
 
@@ -488,40 +479,40 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
     again = Weights(1, "d1", "/again")
     assert ask(machine, source="/again", digest="d1", call_id=6) == [
         weight_instructions.Hold(),
-        weight_instructions.Load("b", again),
+        orders.load("b", again),
     ]
     assert machine.admitted == {"a"}
     reason = {"b": "disk still full"}
     assert load(machine, "b", problem=reason["b"]) == [
         weight_instructions.Release(),
-        weight_instructions.Report("t", NEW, reason, 6),
+        orders.live("t", NEW, reason, 6),
     ]
     ask(machine, source="/again", digest="d1", call_id=7)
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
-        weight_instructions.Report("t", again, {}, 7),
+        orders.live("t", again, {}, 7),
     ]
 
 
 def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_them_now():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
-    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True)
     assert ask(machine, source="spool:v1", digest="d1", call_id=6) == [weight_instructions.Hold()]
     assert machine.sources == {"/new", "spool:v1"}
     there = Weights(1, "d1", "spool:v1")
-    assert load(machine, "b", problem="/new is gone") == [weight_instructions.Load("b", there)]
+    assert load(machine, "b", problem="/new is gone") == [orders.load("b", there)]
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
-        weight_instructions.Report("t", there, {}, 6),
+        orders.live("t", there, {}, 6),
     ]
     assert machine.sources == {"spool:v1"}
 
 
 def test_the_source_of_a_later_version_is_not_tried_for_the_live_one():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
+    machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True)
     ask(machine, version=2, source="/later")
     assert load(machine, "b", problem="/new is gone") == []
     assert machine.quarantined == {"b": "/new is gone"}
@@ -531,11 +522,11 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
     machine = make("a")
     ask(machine, call_id=5)
     out = ask(machine, source="/other", call_id=6)
-    assert [item.call_id for item in out if isinstance(item, weight_instructions.Fail)] == [5]
-    assert out[-1] == weight_instructions.Prepare("a", 1, "/other", 2)
-    machine.apply(weight_events.Prepared("a", 1, "d1", "", 2), 1.0, idle=True)
+    assert [item.call_id for item in orders.pick(out, wire.WeightsFailed)] == [5]
+    assert out[-1] == orders.prepare("a", 1, "/other", 2)
+    machine.apply(orders.prepared("a", 1, "d1", "", 2), 1.0, idle=True)
     (fail,) = ask(machine, version=2, source="/third", call_id=7)
-    assert (fail.call_id, "wait for that" in fail.reasons[""]) == (7, True)
+    assert (fail.message.call_id, "wait for that" in fail.message.reasons[""]) == (7, True)
 
 
 # --- who sleeps ----------------------------------------------------------------------------------
@@ -543,11 +534,11 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
 
 def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake={"a"})
+    machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True, awake={"a"})
     assert machine.loading == set()
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a"}) == []  # to wake has a deadline of its own
-    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
-    machine.apply(Joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
+    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b"}) == [orders.load("b", NEW)]
+    machine.apply(orders.joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
     assert machine.loading == {"b"}  # what sleeps with the live weights may sleep on
     assert "c" not in machine.admitted
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [weight_instructions.Admit("c")]
@@ -555,7 +546,7 @@ def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
 
 def prepare_and_load(machine, version, problem=""):
     out = prepare(machine, "a", "b", version=version, digest=f"d{version}")
-    assert sorted(item.instance for item in out if isinstance(item, weight_instructions.Load)) == ["a", "b"]
+    assert sorted(orders.receivers(out, wire.LoadWeights)) == ["a", "b"]
     load(machine, "a", "b", problem=problem)
 
 
@@ -566,11 +557,7 @@ def test_when_every_load_failed_the_next_update_saves_the_engines():
     assert set(machine.quarantined) == {"a", "b"}
     for version, problem in ((1, "disk full"), (2, "")):  # the same again, or a later one
         out = ask(machine, version, f"/again{version}")
-        assert [type(item) for item in out] == [
-            weight_instructions.Hold,
-            weight_instructions.Prepare,
-            weight_instructions.Prepare,
-        ]
+        assert orders.kinds(out) == ["Hold", "PrepareWeights", "PrepareWeights"]
         prepare_and_load(machine, version, problem)
     assert machine.admitted == {"a", "b"}
 
@@ -579,11 +566,7 @@ def test_a_restarted_buffer_whose_engines_all_failed_takes_an_update():
     machine = make("a", "b", weights=Weights(-1, ""))
     assert machine.live is None
     out = ask(machine, 3)
-    assert [type(item) for item in out] == [
-        weight_instructions.Hold,
-        weight_instructions.Prepare,
-        weight_instructions.Prepare,
-    ]
+    assert orders.kinds(out) == ["Hold", "PrepareWeights", "PrepareWeights"]
     prepare_and_load(machine, 3)
     assert machine.live == Weights(3, "d3", "/new")
     assert machine.admitted == {"a", "b"}
@@ -593,14 +576,10 @@ def test_draining_ends_an_update_that_nobody_loads_yet_and_begins_none():
     machine = make("a")
     ask(machine)
     out = machine.apply(Drained(), 1.0, idle=True)
-    assert [type(item) for item in out] == [
-        weight_instructions.Discard,
-        weight_instructions.Release,
-        weight_instructions.Fail,
-    ]
-    assert "shutting down" in out[-1].reasons[""]
+    assert orders.kinds(out) == ["DiscardWeights", "Release", "WeightsFailed"]
+    assert "shutting down" in out[-1].message.reasons[""]
     (fail,) = ask(machine)
-    assert "shutting down" in fail.reasons[""]
+    assert "shutting down" in fail.message.reasons[""]
 
 
 def test_draining_lets_engines_finish_to_load():
@@ -618,8 +597,8 @@ def test_after_an_update_of_its_own_a_buffer_learns_no_weights_from_engines():
     ask(machine)
     prepare(machine, "a")
     load(machine, "a")
-    assert machine.apply(Joined("b", weights=Weights(5, "d5", "/5")), 3.0, idle=True) == [
-        weight_instructions.Load("b", NEW)
+    assert machine.apply(orders.joined("b", weights=Weights(5, "d5", "/5")), 3.0, idle=True) == [
+        orders.load("b", NEW)
     ]
     assert machine.live == NEW
 
@@ -627,7 +606,7 @@ def test_after_an_update_of_its_own_a_buffer_learns_no_weights_from_engines():
 def test_the_digest_that_a_trainer_gave_counts_for_the_first_answer_too():
     machine = make("a")
     ask(machine, digest="d1")
-    assert prepare(machine, "a", digest="x")[-1] == weight_instructions.Fail(
+    assert prepare(machine, "a", digest="x")[-1] == orders.failed(
         "t", 1, {"a": "reads weights with digest x, not d1"}
     )
 
@@ -636,22 +615,22 @@ def test_an_update_that_is_off_is_told_to_those_that_had_answered():
     machine = make("a", "b")
     ask(machine)
     prepare(machine, "a")
-    out = machine.apply(weight_events.Prepared("b", 1, "", "no"), 1.0, idle=True)
-    assert out[:2] == [weight_instructions.Discard("a", 1, 1), weight_instructions.Discard("b", 1, 1)]
+    out = machine.apply(orders.prepared("b", 1, "", "no"), 1.0, idle=True)
+    assert out[:2] == [orders.discard("a", 1, 1), orders.discard("b", 1, 1)]
 
 
 def test_only_who_was_told_to_load_what_is_live_now_is_believed():
     machine = make("a", weights=NEW)
-    machine.apply(Joined("asleep", weights=OLD), 1.0, idle=True, awake={"a"})
-    machine.apply(weight_events.Loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
+    machine.apply(orders.joined("asleep", weights=OLD), 1.0, idle=True, awake={"a"})
+    machine.apply(orders.loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
     assert machine.admitted == {"a"}
     machine.apply(
-        Joined("later", weights=Weights(5, "d5", "/5")),
+        orders.joined("later", weights=Weights(5, "d5", "/5")),
         3.0,
         idle=True,
         awake={"a", "later"},
     )
-    machine.apply(weight_events.Loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
+    machine.apply(orders.loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
     assert not machine.quarantined
 
 
@@ -668,14 +647,14 @@ def quarantined(problem="disk full"):
 def test_what_could_not_load_tries_again_now_and_then():
     machine = quarantined()
     assert machine.apply(Tick(), 31.9, idle=False) == []
-    assert machine.apply(Tick(), 32.0, idle=False) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(Tick(), 32.0, idle=False) == [orders.load("b", NEW)]
     assert machine.apply(Tick(), 33.0, idle=False) == []
     assert machine.quarantined == {"b": "disk full"}
-    assert machine.apply(weight_events.Loaded("b", 1, "disk still full"), 34.0, idle=False) == []
+    assert machine.apply(orders.loaded("b", 1, "disk still full"), 34.0, idle=False) == []
     assert machine.quarantined == {"b": "disk still full"}
     assert machine.apply(Tick(), 63.9, idle=False) == []
-    assert machine.apply(Tick(), 64.0, idle=False) == [weight_instructions.Load("b", NEW)]
-    assert machine.apply(weight_events.Loaded("b", 1), 65.0, idle=False) == [weight_instructions.Admit("b")]
+    assert machine.apply(Tick(), 64.0, idle=False) == [orders.load("b", NEW)]
+    assert machine.apply(orders.loaded("b", 1), 65.0, idle=False) == [weight_instructions.Admit("b")]
     assert (machine.admitted, machine.quarantined) == ({"a", "b"}, {})
 
 
@@ -683,24 +662,24 @@ def test_none_is_woken_to_try_again():
     machine = quarantined()
     assert machine.apply(Tick(), 50.0, idle=True, awake={"a"}) == []
     assert not machine.loading
-    assert machine.apply(Tick(), 51.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(Tick(), 51.0, idle=True, awake={"a", "b"}) == [orders.load("b", NEW)]
 
 
 def test_an_update_that_waits_for_requests_of_a_version_that_none_has_goes_on_once_one_has_it():
     machine = quarantined()
     machine.apply(Left(["a"]), 3.0, idle=False)
     assert ask(machine, version=2, source="/newer", now=30.0, idle=False) == [
-        weight_instructions.Hold(), weight_instructions.Prepare("b", 2, "/newer", 2),
+        weight_instructions.Hold(), orders.prepare("b", 2, "/newer", 2),
     ]  # fmt: skip
     assert prepare(machine, "b", digest="d2", version=2, idle=False) == []
-    assert machine.apply(Tick(), 33.0, idle=False) == [weight_instructions.Load("b", NEW)]
-    assert machine.apply(weight_events.Loaded("b", 1), 34.0, idle=False) == [
+    assert machine.apply(Tick(), 33.0, idle=False) == [orders.load("b", NEW)]
+    assert machine.apply(orders.loaded("b", 1), 34.0, idle=False) == [
         weight_instructions.Admit("b")
     ]  # it has checked version 2
     newer = Weights(2, "d2", "/newer")
     assert machine.apply(Tick(), 35.0, idle=True) == [
         weight_instructions.Expel("b"),
-        weight_instructions.Load("b", newer),
+        orders.load("b", newer),
     ]
 
 
@@ -711,7 +690,7 @@ def dropped(*names, weights=OLD):
     """Return a machine whose engines have dropped their weights, which are awake while KV sleeps."""
     machine = make(*names, weights=weights)
     for name in names:
-        out = machine.apply(weight_events.Dropped(name), 0.0, idle=True, awake=())
+        out = machine.apply(orders.lost_weights(name), 0.0, idle=True, awake=())
         assert out == [weight_instructions.Expel(name)]
     return machine
 
@@ -727,7 +706,7 @@ def test_what_was_dropped_is_loaded_again_once_all_is_awake():
         assert partly(machine, Tick(), "a") == []
         assert not machine.loading
         assert machine.reloading
-        assert machine.apply(Tick(), 2.0, idle=True, awake=["a"]) == [weight_instructions.Load("a", weights)]
+        assert machine.apply(Tick(), 2.0, idle=True, awake=["a"]) == [orders.load("a", weights)]
         assert machine.loading == {"a"}
         assert load(machine, "a") == [weight_instructions.Admit("a")]
         assert not machine.reloading
@@ -736,30 +715,28 @@ def test_what_was_dropped_is_loaded_again_once_all_is_awake():
 def test_updates_one_after_the_other_are_loaded_while_kv_sleeps():
     machine = dropped("a", "b")
     for version in (1, 2):
-        asked = weight_events.UpdateAsked("t", version, f"/w{version}")
+        asked = orders.update("t", version, f"/w{version}")
         out = partly(machine, asked, "a", "b")
-        assert [type(item).__name__ for item in out] == ["Hold", "Prepare", "Prepare"]
+        assert orders.kinds(out) == ["Hold", "PrepareWeights", "PrepareWeights"]
         new = Weights(version, "d", f"/w{version}")
         for name in ("a", "b"):
-            out = partly(machine, weight_events.Prepared(name, version, "d"), "a", "b")
-        assert out == [weight_instructions.Load("a", new), weight_instructions.Load("b", new)]
-        assert partly(machine, weight_events.Loaded("a", version), "a", "b") == []
-        out = partly(machine, weight_events.Loaded("b", version), "a", "b")
-        assert out == [weight_instructions.Release(), weight_instructions.Report("t", new, {})]
+            out = partly(machine, orders.prepared(name, version, "d", "", version), "a", "b")
+        assert out == [orders.load("a", new), orders.load("b", new)]
+        assert partly(machine, orders.loaded("a", version), "a", "b") == []
+        out = partly(machine, orders.loaded("b", version), "a", "b")
+        assert out == [weight_instructions.Release(), orders.live("t", new, {})]
         assert not machine.admitted
-    again = partly(machine, weight_events.UpdateAsked("t", 2, "/w2"), "a", "b")
-    assert again[-1] == weight_instructions.Report("t", new, {})
+    again = partly(machine, orders.update("t", 2, "/w2"), "a", "b")
+    assert again[-1] == orders.live("t", new, {})
     out = machine.apply(Tick(), 2.0, idle=True, awake=["a", "b"])
     assert out == [weight_instructions.Admit("a"), weight_instructions.Admit("b")]
 
 
 def test_a_version_that_was_dropped_is_not_taken_by_other_weights():
     machine = dropped("a", weights=NEW)
-    [failed] = partly(machine, weight_events.UpdateAsked("t", 1, "/other", "other"), "a")
-    assert "must be above the live one, 1" in failed.reasons[""]
-    assert partly(machine, weight_events.UpdateAsked("t", 1, "/elsewhere", "d1"), "a")[0] == (
-        weight_instructions.Hold()
-    )
+    [failed] = partly(machine, orders.update("t", 1, "/other", "other"), "a")
+    assert "must be above the live one, 1" in failed.message.reasons[""]
+    assert partly(machine, orders.update("t", 1, "/elsewhere", "d1"), "a")[0] == (weight_instructions.Hold())
 
 
 def test_an_engine_that_does_not_find_its_own_model_tries_again():
@@ -770,15 +747,15 @@ def test_an_engine_that_does_not_find_its_own_model_tries_again():
     assert not machine.reloading
     assert machine.apply(Tick(), 20.0, idle=True, awake=["a"]) == []
     out = machine.apply(Tick(), 40.0, idle=True, awake=["a"])
-    assert out == [weight_instructions.Load("a", OLD)]
+    assert out == [orders.load("a", OLD)]
 
 
 def test_what_engines_dropped_is_live_for_a_restarted_buffer():
     machine = WeightsMachine()
-    machine.apply(Joined("a", weights=NEW, dropped=True), 0.0, idle=True, awake=())
+    machine.apply(orders.joined("a", weights=NEW, dropped=True), 0.0, idle=True, awake=())
     assert machine.live == NEW
-    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake=["b"]) == [
-        weight_instructions.Load("b", NEW)
+    assert machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True, awake=["b"]) == [
+        orders.load("b", NEW)
     ]
     assert machine.apply(Left(["a"]), 0.0, idle=True) == []
     assert not machine._dropped
@@ -787,13 +764,13 @@ def test_what_engines_dropped_is_live_for_a_restarted_buffer():
 def test_who_comes_back_with_a_version_keeps_others_from_giving_it_other_bytes():
     machine = make("a", "b")
     machine.apply(Left(["b"]), 1.0, idle=True)
-    machine.apply(Joined("a", weights=Weights(-1, "")), 1.0, idle=True)
-    machine.apply(weight_events.Loaded("a", 0, "its model is gone"), 1.0, idle=True)
+    machine.apply(orders.joined("a", weights=Weights(-1, "")), 1.0, idle=True)
+    machine.apply(orders.loaded("a", 0, "its model is gone"), 1.0, idle=True)
     assert not machine.admitted
     # Nobody has version 0, so it may be sent, also with another digest; but then b comes back with it.
-    machine.apply(weight_events.UpdateAsked("t", 0, "/other", "d"), 2.0, idle=True)
-    assert weight_instructions.Admit("b") in machine.apply(Joined("b", weights=OLD), 2.0, idle=True)
-    machine.apply(weight_events.Prepared("a", 0, "d"), 2.0, idle=True)
-    out = machine.apply(weight_events.Prepared("b", 0, "d"), 2.0, idle=True)
-    assert out[-1] == weight_instructions.Fail("t", 0, {"": "version 0 must be above the live one"})
+    machine.apply(orders.update("t", 0, "/other", "d"), 2.0, idle=True)
+    assert weight_instructions.Admit("b") in machine.apply(orders.joined("b", weights=OLD), 2.0, idle=True)
+    machine.apply(orders.prepared("a", 0, "d"), 2.0, idle=True)
+    out = machine.apply(orders.prepared("b", 0, "d"), 2.0, idle=True)
+    assert out[-1] == orders.failed("t", 0, {"": "version 0 must be above the live one"})
     assert machine.admitted == {"b"}

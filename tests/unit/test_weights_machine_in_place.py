@@ -1,9 +1,9 @@
 """Updates in place in the weights machine: who takes part, what is live after a failure, what later ones get."""
 
 import msgspec
+import orders
 
-from seer.services.buffer.events import Joined, Left, Tick, Weights
-from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.events import Left, Tick, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
 from seer.services.buffer.weights.machine import GONE, RETRY_SECONDS, WeightsMachine
 
@@ -15,37 +15,37 @@ FIVE = Weights(5, "d5", PLAN)
 def make(*names, weights=CHECKED):
     machine = WeightsMachine(seconds=100.0)
     for name in names:
-        machine.apply(Joined(name, weights=weights), 0.0, idle=True)
+        machine.apply(orders.joined(name, weights=weights), 0.0, idle=True)
     return machine
 
 
 def begin(machine, *names, version=5, source=PLAN, call_id=7, awake=None):
     """Ask for an update in place, and have these instances prepare it; return what was said last."""
-    event = weight_events.UpdateAsked("t", version, source, f"d{version}", call_id=call_id)
+    event = orders.update("t", version, source, f"d{version}", call_id=call_id)
     out = machine.apply(event, 1.0, idle=True, awake=awake)
     for name in names:
-        prepared = weight_events.Prepared(name, version, f"d{version}")
+        prepared = orders.prepared(name, version, f"d{version}", "", machine._updates)
         out = machine.apply(prepared, 1.0, idle=True, awake=awake)
     return out
 
 
 def loaded(machine, name, problem="", version=5, call_id=0):
-    return machine.apply(weight_events.Loaded(name, version, problem, call_id), 2.0, idle=True)
+    return machine.apply(orders.loaded(name, version, problem, call_id), 2.0, idle=True)
 
 
 def test_the_trainer_hears_who_loads_and_nobody_else_does():
     machine = make("a", "b")
     out = begin(machine, "a", "b")
     assert out[-3:] == [
-        weight_instructions.Load("a", FIVE),
-        weight_instructions.Load("b", FIVE),
-        weight_instructions.Receivers("t", 5, ["a", "b"], 7),
+        orders.load("a", FIVE),
+        orders.load("b", FIVE),
+        orders.loading("t", 5, ["a", "b"], 7),
     ]
-    assert machine.apply(Joined("c", weights=CHECKED), 1.5, idle=True) == []
+    assert machine.apply(orders.joined("c", weights=CHECKED), 1.5, idle=True) == []
     assert machine.quarantined == {"c": f"version 5 {GONE}"}
     assert loaded(machine, "a") == [weight_instructions.Admit("a")]
     out = loaded(machine, "b", "no room")
-    assert out[-1] == weight_instructions.Report("t", FIVE, {"b": "no room", "c": f"version 5 {GONE}"}, 7)
+    assert out[-1] == orders.live("t", FIVE, {"b": "no room", "c": f"version 5 {GONE}"}, 7)
     assert machine.apply(Tick(), 2.0 + RETRY_SECONDS, idle=True) == []
     assert machine.admitted == {"a"}
     assert machine.quarantined["b"] == "no room"  # it did not try again
@@ -54,7 +54,7 @@ def test_the_trainer_hears_who_loads_and_nobody_else_does():
 def test_one_that_is_not_awake_takes_no_part():
     machine = make("a", "b")
     out = begin(machine, "a", "b", awake={"a"})
-    assert out[-1] == weight_instructions.Receivers("t", 5, ["a"], 7)
+    assert out[-1] == orders.loading("t", 5, ["a"], 7)
     assert machine.quarantined == {"b": f"version 5 {GONE}"}
 
 
@@ -66,9 +66,9 @@ def test_if_none_has_them_the_checked_ones_are_live_again_and_loaded_everywhere(
     reasons = {"a": "the trainer is gone", "b": "the trainer is gone, too"}
     assert out == [
         weight_instructions.Release(),
-        weight_instructions.Fail("t", 5, reasons, 7),
-        weight_instructions.Load("a", CHECKED, call_id=1),
-        weight_instructions.Load("b", CHECKED, call_id=1),
+        orders.failed("t", 5, reasons, 7),
+        orders.load("a", CHECKED, call_id=1),
+        orders.load("b", CHECKED, call_id=1),
     ]
     assert machine.live == CHECKED
     assert loaded(machine, "a") == []  # about the update that failed
@@ -81,13 +81,13 @@ def test_an_answer_to_a_try_that_failed_is_not_taken_for_one_to_the_next():
     begin(machine, "a", "b")
     late = 2.0 + machine.seconds  # a does not answer
     loaded(machine, "b", "the trainer is gone")
-    assert machine.apply(Tick(), late, idle=True)[1] == weight_instructions.Fail(
+    assert machine.apply(Tick(), late, idle=True)[1] == orders.failed(
         "t", 5, {"a": "did not load version 5 in 100 s", "b": "the trainer is gone"}, 7
     )
     loaded(machine, "b", version=1, call_id=1)
     again = begin(machine, "b", source="inplace:spool:again", call_id=8)
     five = Weights(5, "d5", "inplace:spool:again")
-    assert weight_instructions.Load("a", five, call_id=1) in again
+    assert orders.load("a", five, call_id=1) in again
     assert loaded(machine, "a") == []  # it got the first ones after all
     assert not machine.admitted
     assert loaded(machine, "a", call_id=1) == [weight_instructions.Admit("a")]
@@ -97,29 +97,29 @@ def test_one_that_died_is_named_and_comes_back_to_the_checked_ones():
     machine = make("a")
     begin(machine, "a")
     out = machine.apply(Left(["a"]), 2.0, idle=True)
-    assert out[-1] == weight_instructions.Fail("t", 5, {"a": "it ended while it loaded them"}, 7)
-    back = Joined("a", weights=Weights(0, "start"))
-    assert machine.apply(back, 3.0, idle=True) == [weight_instructions.Load("a", CHECKED, call_id=1)]
+    assert out[-1] == orders.failed("t", 5, {"a": "it ended while it loaded them"}, 7)
+    back = orders.joined("a", weights=Weights(0, "start"))
+    assert machine.apply(back, 3.0, idle=True) == [orders.load("a", CHECKED, call_id=1)]
 
 
 def test_one_that_said_why_before_it_ended_is_quoted():
     machine = make("a", "b")
     begin(machine, "a", "b")
     loaded(machine, "a")
-    machine.apply(Joined("b", weights=Weights(-1, "")), 2.0, idle=True)
+    machine.apply(orders.joined("b", weights=Weights(-1, "")), 2.0, idle=True)
     assert not machine.updating
     machine = make("a", "b")
     begin(machine, "a", "b")
     loaded(machine, "b", "stuck")
     machine.apply(Left(["b"]), 2.0, idle=True)
-    assert loaded(machine, "a")[-1] == weight_instructions.Report("t", FIVE, {"b": "stuck"}, 7)
+    assert loaded(machine, "a")[-1] == orders.live("t", FIVE, {"b": "stuck"}, 7)
 
 
 def test_start_weights_are_loaded_again_from_the_start_model():
     start = Weights(0, "start")
     machine = make("a", weights=start)
     begin(machine, "a")
-    assert loaded(machine, "a", "broken")[-1] == weight_instructions.Load("a", start, call_id=1)
+    assert loaded(machine, "a", "broken")[-1] == orders.load("a", start, call_id=1)
     assert loaded(machine, "a", version=0, call_id=1) == [weight_instructions.Admit("a")]
 
 
@@ -130,10 +130,10 @@ def test_after_two_in_place_the_last_checked_ones_are_live_again_and_the_lost_ve
     assert machine.sources == {PLAN, CHECKED.source}
     begin(machine, "a", version=6, source="inplace:spool:six")
     out = loaded(machine, "a", "broken", version=6)
-    assert out[-1] == weight_instructions.Load("a", CHECKED, call_id=1)
+    assert out[-1] == orders.load("a", CHECKED, call_id=1)
     loaded(machine, "a", version=1, call_id=1)
     why = "version 4 must not be below 5, which was live before"
-    assert begin(machine, version=4)[-1] == weight_instructions.Fail("t", 4, {"": why}, 7)
+    assert begin(machine, version=4)[-1] == orders.failed("t", 4, {"": why}, 7)
     assert weight_instructions.Hold() in begin(machine, version=5)  # as a trainer repeats its last update
 
 
@@ -141,10 +141,10 @@ def test_with_nothing_to_go_back_to_all_wait_for_the_next_update():
     machine = make("a", weights=FIVE)  # a restarted buffer
     begin(machine, "a", version=6, source="inplace:spool:six")
     out = loaded(machine, "a", "broken", version=6)
-    assert out[-1] == weight_instructions.Fail("t", 6, {"a": "broken"}, 7)
+    assert out[-1] == orders.failed("t", 6, {"a": "broken"}, 7)
     assert machine.quarantined == {"a": "broken"}
-    event = weight_events.UpdateAsked("t", 7, "/seven", "d7")
-    assert weight_instructions.Prepare("a", 7, "/seven", 2, "d7") in machine.apply(event, 3.0, idle=True)
+    event = orders.update("t", 7, "/seven", "d7")
+    assert orders.prepare("a", 7, "/seven", 2, "d7") in machine.apply(event, 3.0, idle=True)
 
 
 def test_a_quarantined_one_takes_part_in_the_next():
@@ -153,7 +153,7 @@ def test_a_quarantined_one_takes_part_in_the_next():
     loaded(machine, "a")
     loaded(machine, "b", "no room")
     out = begin(machine, "a", version=6, source="inplace:spool:six")
-    assert out[-1] == weight_instructions.Receivers("t", 6, ["a", "b"], 7)
+    assert out[-1] == orders.loading("t", 6, ["a", "b"], 7)
 
 
 def test_asked_again_it_is_answered_and_loaded_nowhere():
@@ -162,16 +162,16 @@ def test_asked_again_it_is_answered_and_loaded_nowhere():
     loaded(machine, "a")
     loaded(machine, "b", "no room")
     out = begin(machine)
-    assert out == [weight_instructions.Report("t", FIVE, {"b": "no room"}, 7)]
+    assert out == [orders.live("t", FIVE, {"b": "no room"}, 7)]
 
 
 def test_a_later_checked_update_forgets_the_ones_before():
     machine = make("a")
     begin(machine, "a")
     loaded(machine, "a")
-    event = weight_events.UpdateAsked("t", 6, "/six", "d6")
+    event = orders.update("t", 6, "/six", "d6")
     machine.apply(event, 3.0, idle=True)
-    machine.apply(weight_events.Prepared("a", 6, "d6"), 3.0, idle=True)
+    machine.apply(orders.prepared("a", 6, "d6", "", 2), 3.0, idle=True)
     assert machine.live == Weights(6, "d6", "/six")
     assert machine.sources == {"/six"}
 
@@ -182,7 +182,7 @@ def test_a_version_that_one_had_stays_live_though_that_one_died():
     loaded(machine, "a")
     machine.apply(Left(["a"]), 2.0, idle=True)
     out = loaded(machine, "b", "broken")
-    assert out[-1] == weight_instructions.Report("t", FIVE, {"b": "broken"}, 7)
+    assert out[-1] == orders.live("t", FIVE, {"b": "broken"}, 7)
     assert machine.live == FIVE
 
 
@@ -208,21 +208,21 @@ def test_ones_that_dropped_weights_in_place_take_the_next_ones_while_their_kv_sl
     for name in ("a", "b"):
         loaded(machine, name)
     for name in ("a", "b"):
-        dropped = weight_events.Dropped(name)
+        dropped = orders.lost_weights(name)
         assert machine.apply(dropped, 3.0, idle=True, awake=()) == [weight_instructions.Expel(name)]
     assert machine.quarantined == dict.fromkeys("ab", f"version 5 {GONE}")
     assert not machine.reloading, "nothing is to be loaded again, so nothing waits for it"
     # The weights wake: a takes those of the next update, b does not answer any more.
     asleep = {"idle": True, "awake": (), "weights_awake": ("a", "b")}
-    event = weight_events.UpdateAsked("t", 6, "inplace:spool:six", "d6", call_id=8)
+    event = orders.update("t", 6, "inplace:spool:six", "d6", call_id=8)
     assert len(machine.apply(event, 4.0, **asleep)) == 3  # to hold submissions, and to prepare
     for name in ("a", "b"):
-        out = machine.apply(weight_events.Prepared(name, 6, "d6"), 4.0, **asleep)
-    assert out[-1] == weight_instructions.Receivers("t", 6, ["a", "b"], 8)
-    assert machine.apply(weight_events.Loaded("a", 6), 5.0, **asleep) == []
+        out = machine.apply(orders.prepared(name, 6, "d6", "", 2), 4.0, **asleep)
+    assert out[-1] == orders.loading("t", 6, ["a", "b"], 8)
+    assert machine.apply(orders.loaded("a", 6), 5.0, **asleep) == []
     out = machine.apply(Left(["b"]), 5.0, **asleep)
     six = Weights(6, "d6", "inplace:spool:six")
-    assert out[-1] == weight_instructions.Report("t", six, {"b": "it ended while it loaded them"}, 8)
+    assert out[-1] == orders.live("t", six, {"b": "it ended while it loaded them"}, 8)
     assert not machine.admitted, "the KV cache sleeps on"
     awake = {"idle": True, "awake": ("a",), "weights_awake": ("a",)}
     assert machine.apply(Tick(), 6.0, **awake) == [weight_instructions.Admit("a")]
@@ -231,23 +231,23 @@ def test_ones_that_dropped_weights_in_place_take_the_next_ones_while_their_kv_sl
 def test_if_none_has_them_while_kv_sleeps_the_checked_ones_come_back_once_it_is_awake():
     machine = make("a")
     asleep = {"idle": True, "awake": (), "weights_awake": ("a",)}
-    machine.apply(weight_events.UpdateAsked("t", 5, PLAN, "d5", call_id=7), 1.0, **asleep)
-    out = machine.apply(weight_events.Prepared("a", 5, "d5"), 1.0, **asleep)
-    assert out[-1] == weight_instructions.Receivers("t", 5, ["a"], 7)
-    out = machine.apply(weight_events.Loaded("a", 5, "the trainer is gone"), 2.0, **asleep)
-    assert out[-1] == weight_instructions.Fail("t", 5, {"a": "the trainer is gone"}, 7)
+    machine.apply(orders.update("t", 5, PLAN, "d5", call_id=7), 1.0, **asleep)
+    out = machine.apply(orders.prepared("a", 5, "d5"), 1.0, **asleep)
+    assert out[-1] == orders.loading("t", 5, ["a"], 7)
+    out = machine.apply(orders.loaded("a", 5, "the trainer is gone"), 2.0, **asleep)
+    assert out[-1] == orders.failed("t", 5, {"a": "the trainer is gone"}, 7)
     out = machine.apply(Tick(), 3.0, idle=True, awake=("a",), weights_awake=("a",))
-    assert out == [weight_instructions.Load("a", CHECKED, call_id=1)]
+    assert out == [orders.load("a", CHECKED, call_id=1)]
 
 
 def test_asking_again_for_weights_in_place_while_kv_sleeps_does_not_take_them_back():
     machine = make("a")
     asleep = {"idle": True, "awake": (), "weights_awake": ("a",)}
-    asked = weight_events.UpdateAsked("t", 5, PLAN, "d5", call_id=7)
+    asked = orders.update("t", 5, PLAN, "d5", call_id=7)
     machine.apply(asked, 1.0, **asleep)
-    machine.apply(weight_events.Prepared("a", 5, "d5"), 1.0, **asleep)
-    out = machine.apply(weight_events.Loaded("a", 5), 2.0, **asleep)
-    assert out[-1] == weight_instructions.Report("t", FIVE, {}, 7)
+    machine.apply(orders.prepared("a", 5, "d5"), 1.0, **asleep)
+    out = machine.apply(orders.loaded("a", 5), 2.0, **asleep)
+    assert out[-1] == orders.live("t", FIVE, {}, 7)
     out = machine.apply(asked, 3.0, **asleep)  # the answer was lost
-    assert out[-1] == weight_instructions.Report("t", FIVE, {}, 7)
+    assert out[-1] == orders.live("t", FIVE, {}, 7)
     assert machine.live == FIVE

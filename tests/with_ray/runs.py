@@ -14,12 +14,12 @@ import pytest
 import ray
 
 from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.common.config import Config, EngineConfig, SecurityConfig
+from seer.common.config import Config, EngineConfig, ReplayConfig, SecurityConfig
 from seer.common.errors import ConfigError, InvalidField
 from seer.integrations.ray import start
 from seer.local.child import LaunchError
 
-REPLAY = Config(engine=EngineConfig(backend="replay", replay_step_seconds=0.005))
+REPLAY = Config(engine=EngineConfig(backend="replay", replay=ReplayConfig(step_seconds=0.005)))
 PROMPTS = [Prompt(id=str(i), token_ids=[1, 2, i]) for i in range(8)]
 SECONDS = 60.0
 
@@ -116,7 +116,7 @@ def test_no_room_is_an_error_that_leaves_nothing():
 
 
 def test_an_engine_that_cannot_start_says_why():
-    wrong = Config(engine=EngineConfig(backend="replay", replay_trace="/not/there"))
+    wrong = Config(engine=EngineConfig(backend="replay", replay=ReplayConfig(trace="/not/there")))
     with pytest.raises(LaunchError, match=r"ray-0 cannot start.*/not/there"):
         start(1, 0, wrong)
     gone()

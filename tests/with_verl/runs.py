@@ -133,11 +133,11 @@ def sleep_and_updates(log: Path) -> list[str]:
     for path in sorted(log.iterdir()):
         for _, event, _ in map(json.loads, path.read_text().splitlines()[1:]):
             match event:
-                case ["SleepAsked", _, True, _, level, _]:
+                case ["FromTrainer", _, {"type": "Sleep", "asleep": True, "level": level}]:
                     found.append(f"sleep {level}")
-                case ["SleepAsked", _, False, _, _, tags]:
+                case ["FromTrainer", _, {"type": "Sleep", "tags": tags}]:
                     found.append(f"wake {' '.join(tags)}")
-                case ["UpdateAsked", *_]:
+                case ["FromTrainer", _, {"type": "UpdateWeights"}]:
                     found.append("update")
     return found
 

@@ -1,1 +1,1 @@
-"""Sockets behind one small interface: ZeroMQ in production, memory in tests, faults on purpose."""
+"""Sockets behind one small interface, so that tests may put others in place of ZeroMQ."""

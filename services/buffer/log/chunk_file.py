@@ -15,7 +15,7 @@ import hashlib
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +26,11 @@ from seer.common import wire
 from seer.common.errors import NOT_DECODED
 from seer.services.buffer.requests.events import Kept, KeptResponse
 
-Outputs = dict[int, tuple[wire.Tokens, wire.Logprobs]]
-"""Tokens and logprobs by the index of their response."""
+Finish = tuple[str, str]
+"""Finish reason and stop reason of a response, empty if it goes on."""
+
+Outputs = Mapping[int, tuple[wire.Tokens, wire.Logprobs, Finish]]
+"""Tokens, logprobs and end by the index of their response."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 _PREFIX = struct.Struct("<III")
@@ -81,7 +84,7 @@ class SavedGroup:
 
     record: GroupRecord
     chunks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    finishes: dict[int, tuple[str, str]] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
 
     def kept(self) -> Kept:
         """Return how many tokens of each response are in the file, and how those that finished did."""
@@ -118,7 +121,10 @@ def read_groups(path: Path) -> tuple[str, dict[str, SavedGroup], int]:
 def read_outputs(path: Path, group: SavedGroup) -> Outputs:
     """Return the outputs of a group's responses. Raises `OSError`, or `ValueError` for a file cut short."""
     with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        return {index: _arrays(view, chunks) for index, chunks in group.chunks.items()}
+        return {
+            index: (*_arrays(view, chunks), group.finishes.get(index, ("", "")))
+            for index, chunks in group.chunks.items()
+        }
 
 
 def prompt_digest(prompt: wire.Tokens) -> bytes:

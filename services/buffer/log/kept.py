@@ -24,7 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -36,6 +36,7 @@ from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import (
     ChunkRecord,
+    Finish,
     GroupRecord,
     Outputs,
     RemovedRecord,
@@ -59,15 +60,12 @@ CATCH_UP_BYTES = 2**23
 
 
 class SoFar(NamedTuple):
-    """A group of this life. `params_digest` is `ids.params_digest` of its submission.
-
-    `outputs`: by index, tokens and logprobs of responses, and how they finished (`ChunkRecord`).
-    """
+    """A group of this life. `params_digest` is `ids.params_digest` of its submission."""
 
     params_digest: int
     prompt: wire.Tokens
     weights: Weights
-    outputs: Mapping[int, tuple[wire.Tokens, wire.Logprobs, tuple[str, str]]]
+    outputs: Outputs
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +96,7 @@ class _File:
 class KeptChunks:
     """The files below `folder`; empty: nothing is kept. `now`: monotonic seconds.
 
-    `so_far` tells what a group has by its id; None: the buffer is about to forget it. `outage`: since when
+    `so_far` tells what a group has by its id; None: it is forgotten. `outage`: since when
     files cannot be written, None if they can. Raises `ConfigError` if the folder cannot be used, or another
     buffer uses it.
     """
@@ -185,12 +183,9 @@ class KeptChunks:
         return path
 
     def keep(
-        self, group_id: str, index: int, tokens: wire.Tokens, logprobs: wire.Logprobs, finish: tuple[str, str]
+        self, group_id: str, index: int, tokens: wire.Tokens, logprobs: wire.Logprobs, finish: Finish
     ) -> None:
-        """Add a chunk, to be written by the next `flush`; `so_far` has it already.
-
-        `finish`: finish reason and stop reason of the response, empty if it goes on.
-        """
+        """Add a chunk, to be written by the next `flush`; `so_far` has it already."""
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._file_of(rollout_id, prompt_id)
         if file is None or file.failed:

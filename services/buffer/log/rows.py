@@ -3,7 +3,7 @@
 The first line of a file is a `Header` with the machines' state. Every other line is
 `[time, event, [instruction, ...]]`, with the time in seconds of a monotonic clock. Events and instructions
 are those of the machines (`services/buffer/machine.py`), so a log can be replayed as it is (`replay.py`).
-Instructions that follow from their event alone are left out (`IMPLIED`).
+Instructions that follow from their event alone are left out (`instructions.Implied`).
 
 A process that is killed may leave an incomplete last line: `read` ignores it.
 """
@@ -12,34 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
 from seer.common.errors import NOT_DECODED, SeerError
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.policy.schedule import POLICIES
 from seer.services.buffer.log.snapshot import parse, restored
-from seer.services.buffer.machine import BufferMachine, Event, Instruction
-from seer.services.buffer.requests import instructions
+from seer.services.buffer.machine import BufferMachine, Event, Instruction, Logged
+from seer.services.buffer.requests.instructions import Implied
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.state import Limits
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 
-FORMAT = 1
+FORMAT = 2
+"""1: what releases up to 0.3.0 wrote, before protocol 3."""
 
-IMPLIED = frozenset(
-    (
-        instructions.Keep,
-        instructions.Take,
-        instructions.Forget,
-        GroupOpened,
-        RequestProgress,
-        GroupClosed,
-    )
-)
-"""Instructions that are not logged: they follow from the event, and most instructions are of these kinds."""
+_IMPLIED = frozenset(get_args(Implied))
 
 
 class LogError(SeerError):
@@ -101,11 +91,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(NamedTuple):
-    """One row: the time, the event, and the instructions without those that are `IMPLIED`."""
+    """One row: the time, the event, and the instructions without those that are `Implied`."""
 
     time: float
     event: Event
-    out: list[Instruction]
+    out: list[Logged]
 
 
 _encoder = msgspec.json.Encoder()
@@ -125,7 +115,7 @@ def line(time: float, event: Event, out: Iterable[Instruction]) -> bytes:
 
 def without_implied(out: Iterable[Instruction]) -> list[Instruction]:
     """Return the instructions that are logged."""
-    return [item for item in out if type(item) not in IMPLIED]
+    return [item for item in out if type(item) not in _IMPLIED]
 
 
 def read(path: Path) -> tuple[Header, Iterator[Line]]:
@@ -137,9 +127,8 @@ def read(path: Path) -> tuple[Header, Iterator[Line]]:
     except NOT_DECODED as error:
         raise LogError(f"{path}: is not a log of a buffer: {error}") from None
     if header.format != FORMAT:
-        raise LogError(
-            f"{path}: has format {header.format} of version {header.version or '?'}, this one reads {FORMAT}"
-        )
+        written = f"has format {header.format} of version {header.version or '?'}"
+        raise LogError(f"{path}: {written}, this one reads {FORMAT}: read it with the version that wrote it")
     return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2))
 
 

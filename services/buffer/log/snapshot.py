@@ -12,105 +12,23 @@ are left out, too: they follow from the requests and their estimates, as policie
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from seer.common import ids
 from seer.common.policy.fleet import InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.types import TurnSpec
 from seer.services.buffer.events import Joined
 from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.requests.events import Kept
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
-from seer.services.buffer.requests.trajectories import Away, Key
+from seer.services.buffer.requests.state import GroupState, RolloutState
+from seer.services.buffer.requests.turn_placement import Away, Key
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
-
-
-class Response(msgspec.Struct, array_like=True):
-    """A `RequestState` and its view, without what its group has."""
-
-    generated: int
-    queued: int
-    last_instance: str
-    attempt: int
-    instance: str
-    blocks: int
-    losses: int
-    deaths: frozenset[int]
-    alone: bool
-    finish: str
-    stop_reason: str
-    parked_since: float | None
-    came_with: int = 0
-
-
-VIEW = ("generated", "queued", "last_instance", "came_with")
-"""The fields of a `Response` that are in the view of a `RequestState`."""
-
-
-class GroupFields(msgspec.Struct, array_like=True):
-    """A `GroupState` without its rollout and results."""
-
-    group_id: str
-    prompt_id: str
-    size: int
-    prompt_len: int
-    max_tokens: int
-    awaits: int
-    submission: int
-    held_since: float | None
-    unfinished: int
-    kept: int
-    finished_at: float | None
-    counters: dict[str, int]
-    acceptance: list[int]
-    earlier: Kept | None
-    shared_id: str = ""
-    first_index: int = 0
-    turn: TurnSpec | None = None
-    image: int = 0
-    missing: list[str] = []
-
-
-class Group(msgspec.Struct, array_like=True):
-    """A group: its rollout's id, its `number` in the order of opening, and its responses in index order.
-
-    A held group has no responses yet.
-    """
-
-    fields: GroupFields
-    rollout_id: str
-    number: int
-    responses: list[Response]
-
-
-class RolloutFields(msgspec.Struct, array_like=True):
-    """A `RolloutState` without its members and the times at which responses finished."""
-
-    rollout_id: str
-    trainer: str
-    life: bytes
-    submission: int
-    params_digest: int
-    submitted: float
-    weight_version: int
-    groups: int
-    groups_finished: int
-    requests: int
-    finished: int
-    collected: bool
-    failed: bool
-    counters: dict[str, int]
-    open: bool = False
-    first_submission: int = 0
 
 
 class RegistryFields(msgspec.Struct):
@@ -126,22 +44,19 @@ class RegistryFields(msgspec.Struct):
 
 
 class MachineFields(msgspec.Struct):
-    """The state of a `RequestMachine` and its parts that no other Struct here has.
-
-    Fields are encoded under the names that they have in earlier logs.
-    """
+    """The state of a `RequestMachine` and its parts that no other Struct here has."""
 
     estimates: dict[str, Estimate]
     counters: dict[str, int]
     parked: set[str]
     suspects: dict[str, None]
     emptied: str
-    lost_alone: dict[str, tuple[str, int, float]] = msgspec.field(name="accused")
+    lost_alone: dict[str, tuple[str, int, float]]
     _attempt: int
-    _maybe_damaged: set[str] = msgspec.field(name="_doubted")
+    _maybe_damaged: set[str]
     _running: dict[str, dict[str, None]]
     _lives: dict[str, int]
-    _dead_lives: dict[int, set[str]] = msgspec.field(name="_mourned")
+    _dead_lives: dict[int, set[str]]
     _no_engine_since: float | None
     _last_tick: float | None
     _queued: int
@@ -156,14 +71,16 @@ OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_lives", "_last_tick")
 class State(msgspec.Struct):
     """The state of a `BufferMachine`.
 
-    `queue`: waiting requests, the longest waiting one first; `finished`: groups in the order of finishing.
+    Groups have the id of their rollout in its place, and all their requests as `results`, which have none in
+    place of their group. `queue`: waiting requests, the longest waiting one first; `finished`: groups in the
+    order of finishing.
     """
 
     machine: MachineFields
     registry: RegistryFields
     partial: list[tuple[tuple[str, str, int], int]]
-    rollouts: list[RolloutFields]
-    groups: list[Group]
+    rollouts: list[RolloutState]
+    groups: list[GroupState]
     finished: list[str]
     queue: list[str]
     fleet: list[InstanceView]
@@ -189,9 +106,6 @@ def _getter(kind: type[msgspec.Struct], **parts: tuple[str, ...]) -> attrgetter[
     return attrgetter(*(paths.get(name, name) for name in kind.__struct_fields__))
 
 
-_response: Callable[[RequestState], Response] = _getter(Response, view=VIEW)
-_group: Callable[[GroupState], GroupFields] = _getter(GroupFields)
-_rollout: Callable[[RolloutState], RolloutFields] = _getter(RolloutFields)
 _registry = _getter(RegistryFields)
 _machine = _getter(MachineFields, scheduler=OF_SCHEDULER, deaths=OF_DEATHS)
 
@@ -203,8 +117,8 @@ def snapshot(machine: BufferMachine) -> bytes:
         machine=MachineFields(*_machine(requests)),
         registry=RegistryFields(*_registry(registry)),
         partial=list(registry._partial.items()),
-        rollouts=[_rollout(each) for each in registry.rollouts.values()],
-        groups=[_group_of(requests, each) for each in registry.groups.values()],
+        rollouts=[replace(each, members={}, finish_times=[]) for each in registry.rollouts.values()],
+        groups=[_alone(requests, each) for each in registry.groups.values()],
         finished=list(registry.finished),
         queue=list(requests.scheduler.queue),
         fleet=list(requests.instances.values()),
@@ -219,13 +133,12 @@ def snapshot(machine: BufferMachine) -> bytes:
     return _encoder.encode(state)
 
 
-def _group_of(machine: RequestMachine, group: GroupState) -> Group:
-    responses = group.results
+def _alone(machine: RequestMachine, group: GroupState) -> GroupState:
+    requests = group.results
     if not group.done and group.held_since is None:
-        found = machine.requests
-        responses = [found[ids.request_id(group.group_id, index)] for index in range(group.size)]
-    number = responses[0].view.group_number if responses else -1
-    return Group(_group(group), group.rollout.rollout_id, number, [_response(each) for each in responses])
+        requests = [machine.requests[ids.request_id(group.group_id, index)] for index in range(group.size)]
+    results = [replace(each, group=None) for each in requests]
+    return replace(group, rollout=group.rollout.rollout_id, results=results)
 
 
 def parse(data: bytes | msgspec.Raw) -> State:
@@ -273,34 +186,15 @@ def _fill(target: object, values: msgspec.Struct, names: Iterable[str]) -> None:
 
 def _fill_groups(machine: RequestMachine, state: State) -> None:
     registry = machine.registry
-    for each in state.rollouts:
-        registry.rollouts[each.rollout_id] = RolloutState(**_values(each))
-    for row in state.groups:
-        rollout = registry.rollouts[row.rollout_id]
-        values = _values(row.fields)
-        unfinished = values.pop("unfinished")
-        group = GroupState(rollout=rollout, **values)
-        group.unfinished = unfinished
+    registry.rollouts.update((each.rollout_id, each) for each in state.rollouts)
+    for group in state.groups:
+        group.rollout = rollout = registry.rollouts[str(group.rollout)]
         registry.groups[group.group_id] = rollout.members[group.group_id] = group
         if group.held_since is not None:
             registry.held[group.group_id] = group
-        responses = _responses(row, group)
-        if group.done:
-            group.results = responses
-        else:
-            machine.requests.update((each.view.request_id, each) for each in responses)
+        for request in group.results:
+            request.group = group
+        if not group.done:
+            machine.requests.update((each.view.request_id, each) for each in group.results)
+            group.results = []
     registry.finished.update((group_id, registry.groups[group_id]) for group_id in state.finished)
-
-
-def _responses(row: Group, group: GroupState) -> list[RequestState]:
-    responses = []
-    for index, each in enumerate(row.responses):
-        values = msgspec.structs.asdict(each)
-        own = {name: values.pop(name) for name in VIEW}
-        view = replace(group.view(row.number, index), **own)
-        responses.append(RequestState(view, group, **values))
-    return responses
-
-
-def _values(row: RolloutFields | GroupFields) -> dict[str, Any]:
-    return msgspec.structs.asdict(row) | {"counters": Counter(row.counters)}

@@ -147,7 +147,7 @@ class LogWriter:
                 raise ConfigError(f"buffer.log = {folder!r}: cannot be used ({error}); {fix}") from error
             self._stop(error)
 
-    def write(self, now: float, event: Event, out: Iterable[Instruction]) -> None:
+    def record(self, now: float, event: Event, out: Iterable[Instruction]) -> None:
         """Add an event that was just applied, and the instructions that the machines returned."""
         self._now = now
         if self._segments is None or self.outage is not None:

@@ -10,9 +10,10 @@ import os
 import numpy as np
 
 from seer.common import wire
+from seer.common.blobs import read_at, write_at
 from seer.common.media import read
 from seer.common.types import MAX_MEDIUM_BYTES, MEDIUM_NAME
-from seer.services.buffer.own_folder import FILE_MODE, OwnFolder
+from seer.services.buffer.own_folder import OwnFolder
 
 NAME = "seer-media"
 """The folder's name, below `buffer.media`."""
@@ -41,45 +42,25 @@ class MediaFolder(OwnFolder):
         return {name: size for _, name, size in sorted(found)}
 
     def append(self, name: str, offset: int, data: wire.Bytes) -> None:
-        """Write a part of an incomplete medium from `offset` on, and cut off what was there."""
-        file = self.root / (name + _PART)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        opened = os.open(file, flags, FILE_MODE)
-        try:
-            os.ftruncate(opened, offset)
-            left = data.data
-            while left:
-                written = os.pwrite(opened, left, offset)
-                left, offset = left[written:], offset + written
-        finally:
-            os.close(opened)
-
-    def finish(self, name: str) -> None:
-        """Check an incomplete medium, all of whose bytes are there, and give its file its name.
-
-        Raises `InvalidField` if they are another's.
-        """
-        self._check(name, name + _PART)
-        (self.root / (name + _PART)).rename(self.root / name)
+        """Write a part of an incomplete medium from `offset` on; the first one creates its file anew."""
+        write_at(self.root / (name + _PART), offset, data, 0 if offset else os.O_CREAT | os.O_TRUNC)
 
     def check(self, name: str) -> None:
-        """Check a medium's file, and note that it is used. Raises `InvalidField` if it has other bytes."""
-        self._check(name, name)
-        os.utime(self.root / name)
+        """Check a medium, all of whose bytes are there, and note that it is used; give a new file its name.
 
-    def _check(self, name: str, file: str) -> None:
-        with (self.root / file).open("rb") as opened:
+        Raises `InvalidField` if it has other bytes.
+        """
+        file, new = self.root / name, self.root / (name + _PART)
+        found = new if new.exists() else file
+        with found.open("rb") as opened:
             data = opened.read(MAX_MEDIUM_BYTES + 1)
         read(name, np.frombuffer(data, np.uint8))
+        os.utime(found)
+        found.rename(file)
 
     def read(self, name: str, offset: int, length: int) -> wire.Bytes:
         """Return bytes of a medium that was checked."""
-        with (self.root / name).open("rb") as opened:
-            opened.seek(offset)
-            data = opened.read(length)
-        if len(data) < length:
-            raise OSError(f"{name} is shorter than it was")
-        return np.frombuffer(data, np.uint8)
+        return read_at(self.root / name, offset, length)
 
     def remove(self, name: str) -> None:
         """Delete a medium, whole or not, if it is there."""

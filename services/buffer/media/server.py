@@ -12,11 +12,10 @@ Invariants (tests/unit/test_media_server.py, tests/cluster/test_images.py):
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from seer.common import wire
+from seer.common.blobs import Turns
 from seer.common.clock import Clock
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
@@ -37,14 +36,6 @@ _MAX_PARTS = 4 * wire.MEDIA_AT_ONCE
 """Messages with data among them: 64 MiB."""
 
 STALLED = f"nothing of its trainer's images has come for {wire.MEDIUM_STALL_SECONDS:g} s: submit it again"
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    reply: Reply
-    address: bytes
-    message: MediaRequest
-    trainer: str
 
 
 class MediaServer:
@@ -71,9 +62,7 @@ class MediaServer:
         self._folder = MediaFolder(folder)
         self._clock = clock
         self._arrived, self._stalled = arrived, stalled
-        # None: look for media that are abandoned.
-        self._queue: asyncio.Queue[_Asked | None] = asyncio.Queue(_MAX_QUEUED)
-        self._parts = 0
+        self._turns = Turns(_MAX_QUEUED, _MAX_PARTS)
         self._log = get_logger()
 
     def start(self) -> None:
@@ -83,29 +72,19 @@ class MediaServer:
     def put(self, reply: Reply, address: bytes, message: MediaRequest, trainer: str = "") -> None:
         """Queue a peer's message; it is dropped if too many wait. `trainer`: who sent it, if one did."""
         part = isinstance(message, wire.MediumData)
-        if not self._queue.full() and not (part and self._parts >= _MAX_PARTS):
-            self._parts += part
-            self._queue.put_nowait(_Asked(reply, address, message, trainer))
+        self._turns.add(lambda: self._answer(reply, address, message, trainer), part=part)
 
     def tick(self) -> None:
         """Check deadlines."""
         if groups := self.machine.stalled(self._clock.now()):
             self._stalled(groups, STALLED)
-        if not self._queue.full():
-            self._queue.put_nowait(None)
+        self._turns.add(self._lose_abandoned)
 
     async def run(self) -> None:
         """Handle queued messages until cancelled."""
         try:
             await self._take_over()
-            while True:
-                asked = await self._queue.get()
-                if asked is not None:
-                    self._parts -= isinstance(asked.message, wire.MediumData)
-                    await asked.reply(asked.address, await self._answer(asked))
-                    continue
-                for name in self.machine.abandoned(self._clock.now()):
-                    await self._lose(name, "")
+            await self._turns.run()
         finally:
             self._folder.release()
 
@@ -120,21 +99,22 @@ class MediaServer:
 
     # --- messages ------------------------------------------------------------------------
 
-    async def _answer(self, asked: _Asked) -> wire.MediumState | wire.MediumData:
-        match asked.message:
+    async def _answer(self, reply: Reply, address: bytes, message: MediaRequest, trainer: str) -> None:
+        state: wire.MediumState | wire.MediumData
+        match message:
             case wire.ReadMedium(name=name, offset=offset):
-                return await self._read(name, offset)
+                came, state = False, await self._read(name, offset)
             case wire.OpenMedium(name=name, size=size):
                 state = await self._open(name, size)
                 came = state.have == size
-            case wire.MediumData() as message:
+            case wire.MediumData():
                 known = self.machine.get(message.name)
                 before = known.have if known is not None else 0
                 state = await self._write(message)
                 came = state.have > before
         if came:
-            self.machine.heard(asked.trainer, self._clock.now())
-        return state
+            self.machine.heard(trainer, self._clock.now())
+        await reply(address, state)
 
     async def _open(self, name: str, size: int) -> wire.MediumState:
         try:
@@ -142,7 +122,7 @@ class MediaServer:
         except (OSError, ValueError) as error:
             return wire.MediumState(name=name, have=0, problem=str(error))
         if kept.have == kept.size and not kept.checked:  # of an earlier life
-            await self._finish(name, kept, self._folder.check)
+            await self._finish(name, kept, log=True)
             if not kept.checked:
                 return await self._open(name, size)  # its file is damaged, and removed: from the beginning
         if size != kept.size:
@@ -171,19 +151,19 @@ class MediaServer:
             return await self._lose(name, f"cannot be stored: {error}")
         kept.have += length
         self.counters["media_received_bytes"] += length
-        if kept.have == kept.size and (problem := await self._finish(name, kept, self._folder.finish)):
+        if kept.have == kept.size and (problem := await self._finish(name, kept, log=False)):
             return wire.MediumState(name=name, have=0, problem=problem)
         return wire.MediumState(name=name, have=kept.have)
 
-    async def _finish(self, name: str, kept: Kept, check: Callable[[str], None]) -> str:
-        """Check a medium that is complete; return what is wrong with it, after which it is lost."""
+    async def _finish(self, name: str, kept: Kept, *, log: bool) -> str:
+        """Check a medium that is complete; return what is wrong with it, after which it is lost.
+
+        `log`: also its having other bytes, which is told to who sent them.
+        """
         try:
-            await on_disk(check, name)
-        except InvalidField as error:
-            ours = check == self._folder.check  # what a peer sent wrong is told to it, not to the log
-            return (await self._lose(name, str(error), log=ours)).problem
-        except OSError as error:
-            return (await self._lose(name, str(error))).problem
+            await on_disk(self._folder.check, name)
+        except (InvalidField, OSError) as error:
+            return (await self._lose(name, str(error), log=log or isinstance(error, OSError))).problem
         kept.checked = True
         self._arrived(name)
         return ""
@@ -201,12 +181,15 @@ class MediaServer:
             if offset + length == kept.size:
                 await on_disk(self._folder.check, name)
             data = await on_disk(self._folder.read, name, offset, length)
-        except InvalidField as error:
-            return await self._lose(name, str(error))
-        except OSError as error:
-            return await self._lose(name, f"cannot be read: {error}")
+        except (InvalidField, OSError) as error:
+            why = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
+            return await self._lose(name, why)
         self.counters["media_sent_bytes"] += length
         return wire.MediumData(name=name, size=kept.size, offset=offset, data=data)
+
+    async def _lose_abandoned(self) -> None:
+        for name in self.machine.abandoned(self._clock.now()):
+            await self._lose(name, "")
 
     async def _lose(self, name: str, problem: str, *, log: bool = True) -> wire.MediumState:
         """Drop a medium and its file; return the answer that says why."""

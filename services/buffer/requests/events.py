@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.types import TurnSpec
 from seer.services.buffer import events
@@ -39,7 +40,8 @@ class GroupSpec(events.Row, frozen=True):
     `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
     those from `first_index` on of the group `shared_id`; empty: of no other group. `turn`: its response is
     one turn of the trajectory that is that group's response `first_index`. Of its images, the largest takes
-    `image` tokens (0: it has none), and the media `missing` are not in the buffer yet.
+    `image` tokens (0: it has none), and the media `missing` are not in the buffer yet. `stream`: its trainer
+    wants tokens as chunks end.
     """
 
     prompt_id: str
@@ -51,6 +53,7 @@ class GroupSpec(events.Row, frozen=True):
     turn: TurnSpec | None = None
     image: int = 0
     missing: Sequence[str] = ()
+    stream: bool = False
 
 
 class GroupsSubmitted(events.Row, frozen=True):
@@ -72,24 +75,6 @@ class GroupsSubmitted(events.Row, frozen=True):
     open: bool = False
 
 
-class GroupsAcknowledged(events.Row, frozen=True):
-    """The trainer received these groups of this submission; 0: of any."""
-
-    trainer: str
-    rollout_id: str
-    prompt_ids: list[str]
-    submission: int = 0
-
-
-class RolloutCancelled(events.Row, frozen=True):
-    """The trainer cancels unfinished prompts of a submission (0: any); no `prompt_ids`: all of them."""
-
-    trainer: str
-    rollout_id: str
-    prompt_ids: list[str]
-    submission: int = 0
-
-
 class TrainerLost(events.Row, frozen=True):
     """A life of a trainer left, or was silent for too long: its unfinished groups are cancelled."""
 
@@ -97,27 +82,10 @@ class TrainerLost(events.Row, frozen=True):
 
 
 class ChunkEnded(events.Row, frozen=True):
-    """A chunk ended with `count` new tokens; `finish` is empty if the response goes on."""
+    """A chunk ended, with `result.count` new tokens."""
 
     instance: str
-    request_id: str
-    attempt: int
-    count: int
-    finish: str = ""
-    stop_reason: str = ""
-    preemptions: int = 0
-    drafted: Sequence[int] = ()
-    accepted: Sequence[int] = ()
-
-
-class ChunkRejected(events.Row, frozen=True):
-    """An engine could not run a chunk; `fatal`: no engine could."""
-
-    instance: str
-    request_id: str
-    attempt: int
-    fatal: bool
-    message: str
+    result: wire.ChunkResult
 
 
 class EstimatesChanged(events.Row, frozen=True):
@@ -162,14 +130,13 @@ class RolloutsAborted(events.Row, frozen=True):
 Event = (
     events.Joined
     | events.Left
+    | events.FromEngine
+    | events.FromTrainer
     | EngineReported
     | GroupsSubmitted
-    | GroupsAcknowledged
-    | RolloutCancelled
     | TrainerLost
     | events.Drained
     | ChunkEnded
-    | ChunkRejected
     | EstimatesChanged
     | MediumArrived
     | MediaStalled

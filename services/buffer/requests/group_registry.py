@@ -24,31 +24,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from seer.common import ids
-from seer.common.group_events import GroupClosed
+from seer.common import ids, wire
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
+from seer.services.buffer.events import ToLife
 from seer.services.buffer.requests.admission import never_fits
-from seer.services.buffer.requests.events import (
-    GroupsAcknowledged,
-    GroupSpec,
-    GroupsSubmitted,
-    MediaStalled,
-    RolloutCancelled,
-)
-from seer.services.buffer.requests.instructions import (
-    Accept,
-    Deliver,
-    Forget,
-    Instruction,
-    Refuse,
-    Take,
-)
+from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted, MediaStalled
+from seer.services.buffer.requests.instructions import Deliver, Forget, Instruction, Take
 from seer.services.buffer.requests.state import GroupState, Limits, RolloutState
-from seer.services.buffer.requests.trajectories import Trajectories
+from seer.services.buffer.requests.turn_placement import Trajectories
 
 MAX_PROMPTS_PER_REFUSAL = 1000
-"""Bound on the prompts of one `Refuse`: their ids must fit into a message."""
+"""Bound on the prompts of one `Refused`: their ids must fit into a message."""
 
 MAX_PARTIAL = 1000
 """Bound on rollouts remembered after a part was collected: the rest must have the same weights."""
@@ -172,7 +159,7 @@ class GroupRegistry:
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
                 shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn, image=spec.image,
-                missing=list(spec.missing),
+                missing=list(spec.missing), unfinished=event.n, stream=spec.stream,
             )  # fmt: skip
             continues = self.trajectories.continues(group)
             if self.draining and not continues:
@@ -271,8 +258,13 @@ class GroupRegistry:
 
     def _accept(self, rollout: RolloutState, prompt_ids: list[str], out: Out) -> None:
         if prompt_ids:
-            version = rollout.weight_version
-            out.append(Accept(rollout.life, rollout.rollout_id, prompt_ids, rollout.submission, version))
+            accepted = wire.Accepted(
+                rollout_id=rollout.rollout_id,
+                prompt_ids=prompt_ids,
+                submission=rollout.submission,
+                weight_version=rollout.weight_version,
+            )
+            out.append(ToLife(rollout.life, accepted))
 
     # --- open and finished groups --------------------------------------------------------
 
@@ -301,38 +293,38 @@ class GroupRegistry:
         self.finished[group.group_id] = group
         self.finished_tokens += group.tokens
         if not self.trajectories.ended(group, estimate, now):
-            out.append(GroupClosed(group.group_id))
+            out.append(wire.GroupClosed(group_id=group.group_id))
         # If there was a later submission without it, its trainer is about to submit it again, or never will.
         if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.life, group.group_id))
         while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
             self._expire(next(iter(self.finished.values())), out)
 
-    def acknowledged(self, event: GroupsAcknowledged, out: Out) -> None:
+    def acknowledged(self, trainer: str, named: wire.Acknowledge, out: Out) -> None:
         """Remove finished groups that their trainer has received."""
-        rollout = self.rollouts.get(event.rollout_id)
-        if rollout is None or rollout.trainer != event.trainer:
+        rollout = self.rollouts.get(named.rollout_id)
+        if rollout is None or rollout.trainer != trainer:
             return
-        for prompt_id in event.prompt_ids:
-            group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
-            if group is not None and group.done and event.submission in (0, group.submission):
+        for prompt_id in named.prompt_ids:
+            group = self.groups.get(ids.group_id(named.rollout_id, prompt_id))
+            if group is not None and group.done and named.submission in (0, group.submission):
                 rollout.collected = True
                 self.remove(group, out)
 
     # --- groups that end early -----------------------------------------------------------
 
-    def cancelled(self, event: RolloutCancelled, out: Out) -> None:
+    def cancelled(self, trainer: str, named: wire.Cancel, out: Out) -> None:
         """End the unfinished groups that a trainer cancels, and trajectories by their last turn."""
-        self.trajectories.finished(event.trainer, event.rollout_id, event.prompt_ids, event.submission, out)
-        rollout = self.rollouts.get(event.rollout_id)
-        if rollout is None or rollout.trainer != event.trainer:
+        self.trajectories.finished(trainer, named, out)
+        rollout = self.rollouts.get(named.rollout_id)
+        if rollout is None or rollout.trainer != trainer:
             return
-        if not rollout.open and event.submission not in (0, rollout.submission):
+        if not rollout.open and named.submission not in (0, rollout.submission):
             return
-        named = [ids.group_id(event.rollout_id, prompt_id) for prompt_id in event.prompt_ids]
-        groups = [rollout.members[name] for name in named or list(rollout.members) if name in rollout.members]
-        if rollout.open and event.submission:  # later ones are other prompts, or wanted again
-            groups = [group for group in groups if group.submission <= event.submission]
+        of = [ids.group_id(named.rollout_id, prompt_id) for prompt_id in named.prompt_ids]
+        groups = [rollout.members[name] for name in of or list(rollout.members) if name in rollout.members]
+        if rollout.open and named.submission:  # later ones are other prompts, or wanted again
+            groups = [group for group in groups if group.submission <= named.submission]
         self.fail([group for group in groups if not group.done], "cancelled", "cancelled by its trainer", out)
 
     def trainer_lost(self, life: bytes, out: Out) -> None:
@@ -406,7 +398,15 @@ class GroupRegistry:
         for start in range(0, len(names), MAX_PROMPTS_PER_REFUSAL):
             part = names[start : start + MAX_PROMPTS_PER_REFUSAL]
             discarded = [kept[name] for name in part] if any(kept.values()) else []
-            out.append(Refuse(life, rollout_id, part, code, message, submission, discarded))
+            refused = wire.Refused(
+                code=code,
+                message=message,
+                rollout_id=rollout_id,
+                prompt_ids=part,
+                submission=submission,
+                discarded=discarded,
+            )
+            out.append(ToLife(life, refused))
 
     def _expire(self, group: GroupState, out: Out) -> None:
         self._counters["expired"] += 1
@@ -423,7 +423,7 @@ class GroupRegistry:
         else:
             self._drop(group, out)
             self.trajectories.dropped(group)
-            out.append(GroupClosed(group.group_id))
+            out.append(wire.GroupClosed(group_id=group.group_id))
         if not group.done:
             self.unfinished_requests -= group.size
             self.unfinished_tokens -= group.kept

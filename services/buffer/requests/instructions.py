@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common import wire
 from seer.services.buffer import events
 
 
@@ -20,20 +20,20 @@ class Dispatch(events.Row, frozen=True):
     probe: bool = False
 
 
-class Drop(events.Row, frozen=True):
-    """Have an instance abort a chunk."""
-
-    instance: str
-    request_id: str
-    attempt: int
-
-
 class Keep(events.Row, frozen=True):
     """Append the tokens of the ended chunk to its request's output; `finish` is empty if it goes on."""
 
     request_id: str
     finish: str = ""
     stop_reason: str = ""
+
+
+class Stream(events.Row, frozen=True):
+    """Send the tokens of the ended chunk to a life of a trainer that wants them before their group."""
+
+    request_id: str
+    life: bytes
+    submission: int
 
 
 class Restore(events.Row, frozen=True):
@@ -49,31 +49,6 @@ class Take(events.Row, frozen=True):
     prompt_id: str
 
 
-class Accept(events.Row, frozen=True):
-    """Tell the trainer that these prompts are accepted, and for which weight version."""
-
-    life: bytes
-    rollout_id: str
-    prompt_ids: list[str]
-    submission: int = 0
-    weight_version: int = -1
-
-
-class Refuse(events.Row, frozen=True):
-    """Tell the trainer that these prompts will not be completed, and why.
-
-    `discarded`: tokens that had been generated for each; empty: none.
-    """
-
-    life: bytes
-    rollout_id: str
-    prompt_ids: list[str]
-    code: str
-    message: str
-    submission: int = 0
-    discarded: list[int] = []
-
-
 class Deliver(events.Row, frozen=True):
     """Send a finished group to its trainer: again, if that submitted it again."""
 
@@ -87,17 +62,11 @@ class Forget(events.Row, frozen=True):
     group_id: str
 
 
-Instruction = (
-    Dispatch
-    | Drop
-    | Keep
-    | Restore
-    | Take
-    | Accept
-    | Refuse
-    | Deliver
-    | Forget
-    | GroupOpened
-    | RequestProgress
-    | GroupClosed
-)
+Implied = Keep | Stream | Take | Forget | wire.BufferPublished
+"""Those that follow from their event alone, and are not logged; most instructions are of these kinds.
+
+Messages to the context service, which say what becomes of groups, are instructions themselves.
+"""
+
+Logged = Dispatch | Restore | Deliver | events.ToEngine | events.ToLife
+Instruction = Logged | Implied

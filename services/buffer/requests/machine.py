@@ -19,24 +19,20 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from seer.common import ids
-from seer.common.group_events import GroupClosed, RequestProgress
+from seer.common import ids, wire
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import Policy
-from seer.services.buffer.events import Drained, Joined, Left, Tick
+from seer.services.buffer.events import Drained, FromEngine, FromTrainer, Joined, Left, Tick, ToEngine
 from seer.services.buffer.requests.engine_deaths import EngineDeaths
 from seer.services.buffer.requests.events import (
     ChunkEnded,
-    ChunkRejected,
     EngineReported,
     EstimatesChanged,
     Event,
-    GroupsAcknowledged,
     GroupsSubmitted,
     MediaStalled,
     MediumArrived,
-    RolloutCancelled,
     RolloutsAborted,
     SubmissionsHeld,
     TrainerLost,
@@ -45,14 +41,14 @@ from seer.services.buffer.requests.events import (
 from seer.services.buffer.requests.group_registry import GroupRegistry, no_engine
 from seer.services.buffer.requests.instructions import (
     Dispatch,
-    Drop,
     Instruction,
     Keep,
     Restore,
+    Stream,
 )
 from seer.services.buffer.requests.scheduler import Scheduler
 from seer.services.buffer.requests.state import GroupState, Limits, RequestState, RolloutState
-from seer.services.buffer.requests.trajectories import Away
+from seer.services.buffer.requests.turn_placement import Away, progress_of_turns
 
 COUNTERS = ["chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens", "restored"]
 
@@ -127,8 +123,8 @@ class RequestMachine:
             case EngineReported():
                 if event.instance in self.instances:
                     self.instances.pin(event.instance, event.pinned_blocks)
-            case ChunkRejected():
-                self._chunk_rejected(event, out)
+            case FromEngine(name, wire.ChunkFailed() as failed):
+                self._chunk_failed(name, failed, out)
             case Joined():
                 self._engine_joined(event, now, out)
             case Left():
@@ -147,10 +143,10 @@ class RequestMachine:
         match event:
             case GroupsSubmitted():
                 self._open(registry.submitted(event, now, out), now, out)
-            case GroupsAcknowledged():
-                registry.acknowledged(event, out)
-            case RolloutCancelled():
-                registry.cancelled(event, out)
+            case FromTrainer(trainer, wire.Acknowledge() as named):
+                registry.acknowledged(trainer, named, out)
+            case FromTrainer(trainer, wire.Cancel() as named):
+                registry.cancelled(trainer, named, out)
             case TrainerLost():
                 registry.trainer_lost(event.life, out)
             case RolloutsAborted():
@@ -188,11 +184,11 @@ class RequestMachine:
         """Publish a group that is opened; return what is known of its trajectory if that was away."""
         away = self.registry.trajectories.opened(group)
         opened = group.opened
-        closed = [GroupClosed(away.group_id)] if away else []
+        closed = [wire.GroupClosed(group_id=away.group_id)] if away else []
         # Groups of one name share evidence, which is lost when none of them is open.
         out += [*closed, opened] if away and away.group_id == group.group_id else [opened, *closed]
         if group.turn is not None and group.turn.generated:
-            out.append(RequestProgress(group.group_id, 0, group.turn.generated, False))
+            out.append(progress_of_turns(group.group_id, group.turn.generated))
         self.estimates[group.group_id] = away.estimate if away else Estimate(float(opened.cap))
         group.acceptance = away.acceptance if away else group.acceptance
         return away
@@ -228,7 +224,8 @@ class RequestMachine:
             request = self.requests.pop(request_id)
             self.deaths.remove(request)
             if request.instance:
-                out.append(Drop(request.instance, request_id, request.attempt))
+                drop = wire.DropChunk(request_id=request_id, attempt=request.attempt)
+                out.append(ToEngine(request.instance, drop))
                 self._release(request)
             self.scheduler.discard(request_id)
         del self.estimates[group.group_id]
@@ -285,42 +282,47 @@ class RequestMachine:
         return request
 
     def _chunk_ended(self, event: ChunkEnded, now: float, out: list[Instruction]) -> None:
-        request = self._current(event.instance, event.request_id, event.attempt)
+        result = event.result
+        request = self._current(event.instance, result.request_id, result.attempt)
         if request is None:
             return
         self.deaths.chunk_ended(event.instance)
         self._release(request)
-        if event.count == 0 or event.count > request.view.remaining:
+        if result.count == 0 or result.count > request.view.remaining:
             # No progress, or more tokens than were requested: the result is invalid.
-            self._lost(request, out, f"ended a chunk with {event.count} tokens")
+            self._lost(request, out, f"ended a chunk with {result.count} tokens")
             return
         request.losses = 0
         self.deaths.clear(request)
-        request.view.generated += event.count
-        self._count(request, "tokens", event.count)
-        if event.preemptions:
-            self._count(request, "preemptions", event.preemptions)
-        finish = event.finish or ("" if request.view.remaining else "length")
-        out.append(Keep(event.request_id, finish, event.stop_reason))
+        request.view.generated += result.count
+        self._count(request, "tokens", result.count)
+        if result.preemptions:
+            self._count(request, "preemptions", result.preemptions)
+        finish = result.finish or ("" if request.view.remaining else "length")
+        out.append(Keep(result.request_id, finish, result.stop_reason))
         if finish:
-            request.finish, request.stop_reason = finish, event.stop_reason
-        self._reached(request, now, out, event)
+            request.finish, request.stop_reason = finish, result.stop_reason
+        self._reached(request, now, out, result)
         if not finish:
-            if (going_on := self.scheduler.going_on(event.request_id)) is not None:
-                self._dispatch(event.request_id, *going_on, out, waited=False)
+            if (going_on := self.scheduler.going_on(result.request_id)) is not None:
+                self._dispatch(result.request_id, *going_on, out, waited=False)
             else:
-                self.scheduler.wait(event.request_id)
+                self.scheduler.wait(result.request_id)
         group = request.group
-        self.registry.keep(group, event.count, out)
-        if not group.unfinished and group.group_id in self.groups:
+        self.registry.keep(group, result.count, out)
+        if group.group_id not in self.groups:
+            return  # there was no room for it
+        if not group.unfinished:
             self._finish(group, now, out)
+        elif group.stream:
+            out.append(Stream(result.request_id, group.rollout.life, group.submission))
 
     def _reached(
-        self, request: RequestState, now: float, out: list[Instruction], chunk: ChunkEnded | None = None
+        self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None
     ) -> None:
         """Publish a request's progress, with the drafts of its `chunk`; count it if it has finished."""
         group = request.group
-        out.append(request.progress(chunk.drafted, chunk.accepted) if chunk else request.progress())
+        out.append(request.progress(chunk))
         if request.finish:
             group.unfinished -= 1
             group.rollout.finish_times.append(now - group.rollout.submitted)
@@ -332,15 +334,15 @@ class RequestMachine:
         ]
         self.registry.finish(group, self.estimates.pop(group.group_id), now, out)
 
-    def _chunk_rejected(self, event: ChunkRejected, out: list[Instruction]) -> None:
-        request = self._current(event.instance, event.request_id, event.attempt)
+    def _chunk_failed(self, instance: str, failed: wire.ChunkFailed, out: list[Instruction]) -> None:
+        request = self._current(instance, failed.request_id, failed.attempt)
         if request is None:
             return
         self._release(request)
-        if event.fatal:
-            self.registry.fail([request.group], "failed", event.message, out)
+        if failed.fatal:
+            self.registry.fail([request.group], "failed", failed.message, out)
         else:
-            self._lost(request, out, event.message)
+            self._lost(request, out, failed.message)
 
     def _lost(self, request: RequestState, out: list[Instruction], why: str) -> None:
         """Try a chunk that failed again, unless it was the `max_attempts`-th in a row."""
@@ -371,7 +373,7 @@ class RequestMachine:
         self._engines_left(Left([event.instance]), now, out)
         self.deaths.engine_joined(event.life)
         self._decide_lost_alone(event.instance, event.life, now, out)
-        self.instances.add(InstanceView(event.instance, event.capacity))
+        self.instances.add(InstanceView(event.instance, event.register.capacity))
         self._running[event.instance] = {}
         self._lives[event.instance] = event.life
         first, self._no_engine_since = self._no_engine_since is not None, None

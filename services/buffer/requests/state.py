@@ -1,21 +1,42 @@
-"""The state of rollouts, groups and requests in the request machine: counts, never tokens."""
+"""The state of rollouts, groups and requests in the request machine: counts, never tokens.
+
+All of it is in the fields of these Structs, so they are their own snapshots, but for what they are part of
+(`log/snapshot.py`).
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from msgspec import field
 
 from seer.common import ids
-from seer.common.group_events import GroupOpened, RequestProgress
 from seer.common.policy.request import RequestView
 from seer.common.types import TurnSpec
+from seer.common.wire import ChunkResult, GroupOpened, RequestProgress
 from seer.services.buffer.requests.events import Kept
+
+if TYPE_CHECKING:
+    ItsRollout: TypeAlias = "RolloutState"
+    ItsGroup: TypeAlias = "GroupState"
+else:
+    ItsRollout = ItsGroup = Any  # an id or nothing, in a snapshot
+
+COUNTED = ("chunks", "migrations", "preemptions", "tokens")
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(COUNTED, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds and deadlines; see `config.BufferConfig`."""
+    """Bounds and deadlines; see `config.BufferConfig`.
+
+    `max_attempts`: a request whose chunk failed so often in a row is failed.
+    """
 
     chunk_size: int | None
     max_requests: int = 200_000
@@ -26,17 +47,17 @@ class Limits:
     unfinished_tokens: int = 2**31
 
 
-@dataclass(slots=True)
-class RolloutState:
+class RolloutState(msgspec.Struct, array_like=True):
     """One use of a rollout id.
 
     `life` and `submission` are those of the last submission: answers go to that address, with that number.
     `params_digest`: digest of seed, rollout number, n and sampling parameters. `weight_version`: that of the
     groups opened so far; -1: none was opened. `members`: its groups that are not removed yet, also held ones.
     `groups` and `requests` count those opened. `collected`: the trainer acknowledged some groups; `failed`:
-    some groups failed. `finish_times`: seconds since `submitted`; the server takes them away. `open`: its
-    groups have parameters and weights of their own, so it has neither `params_digest` nor `weight_version`,
-    and a submission number of their own, from `first_submission` on in this `life`.
+    some groups failed. `counters`: by name, see `COUNTED`. `finish_times`: seconds since `submitted`; the
+    server takes them away. `open`: its groups have parameters and weights of their own, so it has neither
+    `params_digest` nor `weight_version`, and a submission number of their own, from `first_submission` on in
+    this `life`.
     """
 
     rollout_id: str
@@ -53,27 +74,26 @@ class RolloutState:
     finished: int = 0
     collected: bool = False
     failed: bool = False
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: dict[str, int] = field(default_factory=_zeros)
     finish_times: list[float] = field(default_factory=list)
     open: bool = False
     first_submission: int = 0
 
 
-@dataclass(slots=True)
-class GroupState:
+class GroupState(msgspec.Struct, array_like=True):
     """All requests of one prompt.
 
     `held_since`: set while the group waits to be opened, for weights of version `awaits` (-1: any) or an
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
-    empty: unknown. `shared_id`, `first_index`, `turn` and `image` are as in `GroupSpec`; as long as media are
-    `missing`, it is held.
+    empty: unknown. `shared_id`, `first_index`, `turn`, `image` and `stream` are as in `GroupSpec`; as long as
+    media are `missing`, it is held.
     """
 
     group_id: str
     prompt_id: str
-    rollout: RolloutState
+    rollout: ItsRollout
     size: int
     prompt_len: int
     max_tokens: int
@@ -83,7 +103,7 @@ class GroupState:
     unfinished: int = 0
     kept: int = 0
     finished_at: float | None = None
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: dict[str, int] = field(default_factory=_zeros)
     results: list[RequestState] = field(default_factory=list)
     acceptance: list[int] = field(default_factory=list)
     earlier: Kept | None = None
@@ -92,16 +112,19 @@ class GroupState:
     turn: TurnSpec | None = None
     image: int = 0
     missing: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.unfinished = self.size
+    stream: bool = False
 
     @property
     def opened(self) -> GroupOpened:
         """What the context service is told when it is opened; of a turn, what holds for its trajectory."""
         turn = self.turn or TurnSpec(self.prompt_len, 0, self.max_tokens)
         return GroupOpened(
-            self.group_id, self.size, turn.prompt_len, turn.cap, self.shared_id, self.first_index
+            group_id=self.group_id,
+            size=self.size,
+            prompt_len=turn.prompt_len,
+            cap=turn.cap,
+            shared_id=self.shared_id,
+            first=self.first_index,
         )
 
     def view(self, number: int, index: int) -> RequestView:
@@ -124,8 +147,7 @@ class GroupState:
         return self.finished_at is not None
 
 
-@dataclass(slots=True)
-class RequestState:
+class RequestState(msgspec.Struct, array_like=True):
     """One response while it is generated.
 
     `instance`: where a chunk of it runs; empty: none does. `attempt`: the number of the current placement, so
@@ -135,7 +157,7 @@ class RequestState:
     """
 
     view: RequestView
-    group: GroupState
+    group: ItsGroup
     attempt: int = 0
     instance: str = ""
     blocks: int = 0
@@ -146,9 +168,14 @@ class RequestState:
     stop_reason: str = ""
     parked_since: float | None = None
 
-    def progress(self, drafted: Sequence[int] = (), accepted: Sequence[int] = ()) -> RequestProgress:
-        """Return how far it is: more may come after a turn. Drafts are those of its last chunk, by cell."""
+    def progress(self, chunk: ChunkResult | None = None) -> RequestProgress:
+        """Return how far it is, with the drafts of its `chunk` if one ended: more may come after a turn."""
         group, view = self.group, self.view
-        over = bool(self.finish) and group.turn is None
-        index = view.index - group.first_index
-        return RequestProgress(group.group_id, index, view.produced, over, drafted, accepted)
+        return RequestProgress(
+            group_id=group.group_id,
+            index=view.index - group.first_index,
+            generated=view.produced,
+            finished=bool(self.finish) and group.turn is None,
+            drafted=chunk.drafted if chunk else [],
+            accepted=chunk.accepted if chunk else [],
+        )

@@ -21,18 +21,13 @@ import msgspec
 from msgspec import field
 
 from seer.common.weights.lora import inner_source
+from seer.common.wire import MAX_HOLDERS, SPOOL_SCHEME
 
 FAN_OUT = 2
 """Nodes that the buffer feeds, and that each node feeds."""
 
 SIBLINGS = 2
 """Engines of its own node that an engine asks: the one that fetches, and the next one if that is lost."""
-
-STREAM_SCHEME = "spool:"
-"""As `wire.SPOOL_SCHEME`, which machines do not import."""
-
-_MAX_HOLDERS = 8
-"""As `wire.MAX_HOLDERS`."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -70,7 +65,7 @@ class FanOut(msgspec.Struct):
     def holders(self, name: str, source: str) -> tuple[str, ...]:
         """Return the endpoints of the engines to copy a stream from, in turn, and note that `name` does."""
         mine = self._places.get(name)
-        if mine is None or not inner_source(source).startswith(STREAM_SCHEME):
+        if mine is None or not inner_source(source).startswith(SPOOL_SCHEME):
             return ()
         order = self._orders.setdefault(source, [])
         if name not in order:
@@ -78,7 +73,7 @@ class FanOut(msgspec.Struct):
         earlier = [self._places[each] for each in order[: order.index(name)]]
         siblings = [place.endpoint for place in earlier if place.node == mine.node]
         above = (place.endpoint for place in _above(mine, earlier))
-        return (*siblings[:SIBLINGS], *above)[:_MAX_HOLDERS]
+        return (*siblings[:SIBLINGS], *above)[:MAX_HOLDERS]
 
 
 def _above(mine: Place, earlier: list[Place]) -> Iterator[Place]:

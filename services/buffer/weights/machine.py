@@ -6,8 +6,8 @@ weights is left, the new weights are live and every instance loads them. An inst
 quarantined, never rolled back. It tries again every `RETRY_SECONDS`, as the cause, such as a full disk, may
 be gone.
 
-Whenever other weights become live, every registered instance gets a `Load`, also a quarantined one and one
-that is still loading the previous weights. What it reports of those is ignored.
+Whenever other weights become live, every registered instance gets a `LoadWeights`, also a quarantined one and
+one that is still loading the previous weights. What it reports of those is ignored.
 
 An instance that dropped its weights to sleep has to load: those of an update, as soon as its weights are
 awake, or else the live ones again, once all of it is awake.
@@ -20,15 +20,15 @@ before it that can be loaded again are live again.
 Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_machine.py):
 - an instance that may get work has loaded exactly the live version and digest, and all of it is awake when it
   is admitted;
-- a `Load` is sent only to an instance whose weights are awake (tests/property/test_weights_and_sleep.py, with
-  the sleep machine);
+- a `LoadWeights` is sent only to an instance whose weights are awake
+  (tests/property/test_weights_and_sleep.py, with the sleep machine);
 - the live weights change only while no request runs, and never back to a lower version, but after an update
   in place that failed: then no instance has its version, and later updates are not below any that one had;
 - a version that no instance has may be sent again, also with another digest;
 - an update for which no instance is there waits for one until its deadline;
-- a `Load` of weights in place is sent only to the instances that `Receivers` names;
-- an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
-  no other time;
+- a `LoadWeights` of weights in place is sent only to the instances that `WeightsLoading` names;
+- an update ends in exactly one of `WeightsLive` and `WeightsFailed`; submissions are held from its start to
+  its end, and at no other time;
 - every wait has a deadline.
 """
 
@@ -39,31 +39,31 @@ from collections.abc import Collection
 import msgspec
 from msgspec import field, structs
 
+from seer.common import wire
 from seer.common.weights.in_place import is_in_place
-from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
-from seer.services.buffer.weights.events import (
-    Dropped,
-    Event,
-    InFlight,
-    Loaded,
-    Prepared,
-    UpdateAsked,
+from seer.services.buffer.events import (
+    Changed,
+    Drained,
+    FromEngine,
+    FromTrainer,
+    Joined,
+    Left,
+    Tick,
+    Weights,
 )
 from seer.services.buffer.weights.fan_out import FanOut
-from seer.services.buffer.weights.instructions import (
-    Abort,
-    Admit,
-    Discard,
-    Expel,
-    Fail,
-    Hold,
-    Instruction,
-    Load,
-    Prepare,
-    Release,
-    Report,
+from seer.services.buffer.weights.instructions import Abort, Admit, Expel, Hold, Instruction, Release
+from seer.services.buffer.weights.update_state import (
+    NO_DEADLINE,
+    Pending,
+    Update,
+    discard,
+    failed,
+    is_for,
+    load,
 )
-from seer.services.buffer.weights.update import NO_DEADLINE, Pending, Update, is_for
+
+Event = Joined | Left | FromEngine | FromTrainer | Drained | Tick | Changed
 
 RETRY_SECONDS = 30.0
 """Time after which quarantined instances try to load again."""
@@ -85,9 +85,9 @@ class WeightsMachine(msgspec.Struct):
     live: Weights | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
     """By instance: why it gets no work. The reason stays while the instance tries again."""
-    _retry_at: float = field(default=0.0, name="_again_at")
+    _retry_at: float = 0.0
     _admitted: set[str] = field(default_factory=set)
-    _pending: dict[str, Pending] = field(default_factory=dict, name="_coming")
+    _pending: dict[str, Pending] = field(default_factory=dict)
     _update: Update | None = None
     _updates: int = 0
     """Number of updates so far."""
@@ -173,14 +173,14 @@ class WeightsMachine(msgspec.Struct):
             case Left():
                 for name in event.instances:
                     self._remove(name)
-            case UpdateAsked():
-                self._update_requested(event, now, idle, asleep, out)
-            case Prepared():
-                self._prepared(event, out)
-            case Loaded():
-                self._loaded(event, now)
-            case Dropped():
-                self._weights_dropped(event.instance, out)
+            case FromTrainer(trainer, wire.UpdateWeights() as request):
+                self._update_requested(trainer, request, now, idle, asleep, out)
+            case FromEngine(name, wire.WeightsPrepared() as answer):
+                self._prepared(name, answer, out)
+            case FromEngine(name, wire.WeightsLoaded() as answer):
+                self._loaded(name, answer, now)
+            case FromEngine(name, wire.Slept(dropped=True)):
+                self._weights_dropped(name, out)
             case Drained():
                 self._draining = True
                 if self._update is not None and not self._update.committing:
@@ -200,7 +200,7 @@ class WeightsMachine(msgspec.Struct):
     def _joined(self, event: Joined, idle: bool, out: list[Instruction]) -> None:
         name, reported = event.instance, event.weights
         self._remove(name)
-        self._fan_out.joined(name, event.node, event.weights_endpoint)
+        self._fan_out.joined(name, event.register.node, event.register.weights_endpoint)
         if reported.version < 0 and self.live is None:
             self.quarantined[name] = "failed to load weights; restart it, or update to a later version"
             return
@@ -274,7 +274,7 @@ class WeightsMachine(msgspec.Struct):
                 self._pending[name] = Pending(
                     sent=weights, deadline=now + self.seconds, call_id=self._failures
                 )
-                out.append(Load(name, weights, self._fan_out.holders(name, source), self._failures))
+                out.append(load(name, weights, self._fan_out.holders(name, source), self._failures))
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._pending[name]
@@ -313,24 +313,24 @@ class WeightsMachine(msgspec.Struct):
             update.awaited.discard(name)
             update.sent_to.discard(name)
 
-    def _loaded(self, event: Loaded, now: float) -> None:
-        pending = self._pending.get(event.instance)
+    def _loaded(self, name: str, answer: wire.WeightsLoaded, now: float) -> None:
+        pending = self._pending.get(name)
         if pending is None or pending.sent is None or not self._is_live(pending.sent):
             return
-        if (event.version, event.call_id) != (pending.sent.version, pending.call_id):
-            return  # about previous weights: a `Load` of the live ones was sent since
-        self._fan_out.ended(event.instance, pending.sent.source)
-        if not event.problem:
+        if (answer.version, answer.call_id) != (pending.sent.version, pending.call_id):
+            return  # about previous weights: the live ones were sent since
+        self._fan_out.ended(name, pending.sent.source)
+        if not answer.problem:
             self.live = pending.sent  # the same weights, at the source where this instance found them
-            self._pending[event.instance] = Pending(loaded=pending.sent)
-            self._dropped.discard(event.instance)
+            self._pending[name] = Pending(loaded=pending.sent)
+            self._dropped.discard(name)
             self._highest = max(self._highest, pending.sent.version)
             if self._update is not None and self._update.committing:
                 self._update.succeeded = True
         elif (source := self._alternative_source()) not in ("", pending.sent.source):
-            self._pending[event.instance] = Pending(source=source)
+            self._pending[name] = Pending(source=source)
         else:
-            self._quarantine(event.instance, event.problem, now)
+            self._quarantine(name, answer.problem, now)
 
     def _alternative_source(self) -> str:
         """Return the source that a trainer that waits for the live weights gave; empty if none waits."""
@@ -339,47 +339,64 @@ class WeightsMachine(msgspec.Struct):
     # --- updates -------------------------------------------------------------------------
 
     def _update_requested(
-        self, event: UpdateAsked, now: float, idle: bool, asleep: bool, out: list[Instruction]
+        self,
+        trainer: str,
+        request: wire.UpdateWeights,
+        now: float,
+        idle: bool,
+        asleep: bool,
+        out: list[Instruction],
     ) -> None:
         current, live = self._update, self.live
-        if current is not None:
-            if structs.replace(current.request, call_id=event.call_id) == event:
+        if current is not None and current.trainer == trainer:
+            if structs.replace(current.request, call_id=request.call_id) == request:
                 # Sent again: the answer may have been lost, or this is a later life of the trainer.
-                current.request = event
+                current.request = request
                 return
-            if current.request.trainer == event.trainer and not current.committing:
-                self._fail({"": f"{event.trainer} asked for another update"}, out)
-        again = live is not None and not self.updating and self._loaded_live and is_for(event, live)
+            if not current.committing:
+                self._fail({"": f"{trainer} asked for another update"}, out)
+        again = live is not None and not self.updating and self._loaded_live and is_for(request, live)
         if live is not None and again and not asleep:
-            self._requested_again(event, live, out)
+            self._requested_again(trainer, request, live, out)
             return
-        if problem := self._refusal(event, idle) or (ASLEEP if asleep else ""):
-            out.append(Fail(event.trainer, event.version, {"": problem}, event.call_id))
+        if problem := self._refusal(request, idle) or (ASLEEP if asleep else ""):
+            out.append(failed(trainer, request, {"": problem}))
             return
         self._updates += 1
-        self._update = update = Update(event, self._updates, now + self.seconds, digest=event.digest)
+        self._update = update = Update(
+            trainer, request, self._updates, now + self.seconds, digest=request.digest
+        )
         out.append(Hold())
-        if event.in_flight is InFlight.ABORT and not idle:
+        if request.in_flight == "abort" and not idle:
             out.append(Abort())
         for name in self._instances_to_check():
             self._prepare(update, name, out)
 
-    def _requested_again(self, event: UpdateAsked, live: Weights, out: list[Instruction]) -> None:
+    def _requested_again(
+        self, trainer: str, request: wire.UpdateWeights, live: Weights, out: list[Instruction]
+    ) -> None:
         """Answer a request for the live weights, as a trainer sends that missed the first answer.
 
         The answer waits for instances that still load: a restarted buffer has a stream only as long as its
         trainer waits. Quarantined instances try again, from the source in this request.
         """
-        if event.source and not is_in_place(event.source):
-            self._pending |= {name: Pending(source=event.source) for name in self.quarantined}
+        if request.source and not is_in_place(request.source):
+            self._pending |= {name: Pending(source=request.source) for name in self.quarantined}
             self.quarantined.clear()
+        update = Update(
+            trainer,
+            request,
+            self._updates + 1,
+            NO_DEADLINE,
+            set(self._pending),
+            committing=True,
+            succeeded=True,
+        )
         if not self._pending:
-            out.append(Report(event.trainer, live, dict(self.quarantined), event.call_id))
+            out.append(update.succeeded_with(live, dict(self.quarantined)))
             return
         self._updates += 1
-        self._update = Update(
-            event, self._updates, NO_DEADLINE, set(self._pending), committing=True, succeeded=True
-        )
+        self._update = update
         out.append(Hold())
 
     def _instances_to_check(self) -> list[str]:
@@ -390,59 +407,57 @@ class WeightsMachine(msgspec.Struct):
         dropped = self._dropped & self._pending.keys()
         return sorted(self._loaded_live | dropped or self.quarantined)
 
-    def _refusal(self, event: UpdateAsked, idle: bool) -> str:
+    def _refusal(self, request: wire.UpdateWeights, idle: bool) -> str:
         """Return why an update cannot begin; empty if it can."""
+        version = request.version
         if self._update is not None:
-            current = self._update.request
-            return f"{current.trainer} updates to version {current.version}: wait for that"
+            return f"{self._update.trainer} updates to version {self._update.request.version}: wait for that"
         if self._draining:
             return _SHUTTING_DOWN
-        if not event.source:
+        if not request.source:
             return "give a source"
-        known = self._loaded_live or (self._dropped and not (self.live and is_for(event, self.live)))
-        if self.live is not None and event.version < self.live.version + bool(known):
-            return f"version {event.version} must be above the live one, {self.live.version}"
-        if self.live is not None and self.live.version < self._highest > event.version:
-            return f"version {event.version} must not be below {self._highest}, which was live before"
-        if event.in_flight is InFlight.ERROR and not idle:
+        known = self._loaded_live or (self._dropped and not (self.live and is_for(request, self.live)))
+        if self.live is not None and version < self.live.version + bool(known):
+            return f"version {version} must be above the live one, {self.live.version}"
+        if self.live is not None and self.live.version < self._highest > version:
+            return f"version {version} must not be below {self._highest}, which was live before"
+        if request.in_flight == "error" and not idle:
             return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
         return ""
 
     def _prepare(self, update: Update, name: str, out: list[Instruction]) -> None:
         update.awaited.add(name)
         update.sent_to.add(name)
-        request = update.request
-        holders = self._fan_out.holders(name, request.source)
-        out.append(Prepare(name, request.version, request.source, update.number, update.digest, holders))
+        out.append(update.prepare(name, self._fan_out.holders(name, update.request.source)))
 
-    def _prepared(self, event: Prepared, out: list[Instruction]) -> None:
+    def _prepared(self, name: str, answer: wire.WeightsPrepared, out: list[Instruction]) -> None:
         update = self._update
-        if update is None or event.instance not in update.sent_to:
-            if event.instance in self and not event.problem:  # it registered again after `Prepare`
-                out.append(Discard(event.instance, event.version, event.call_id))
+        if update is None or name not in update.sent_to:
+            if name in self and not answer.problem:  # it registered again after `PrepareWeights`
+                out.append(discard(name, answer.version, answer.call_id))
             return
-        if update.committing or event.instance not in update.awaited:
+        if update.committing or name not in update.awaited:
             return
-        if event.version != update.request.version or event.call_id not in (0, update.number):
+        if (answer.version, answer.call_id) != (update.request.version, update.number):
             return  # about an earlier update, whose weights may be others
-        problem = event.problem
-        if not problem and update.digest not in ("", event.digest):
-            problem = f"reads weights with digest {event.digest}, not {update.digest}"
+        problem = answer.problem
+        if not problem and update.digest not in ("", answer.digest):
+            problem = f"reads weights with digest {answer.digest}, not {update.digest}"
         if problem:
-            self._fail({event.instance: problem}, out)
+            self._fail({name: problem}, out)
             return
-        update.digest = event.digest
-        update.awaited.discard(event.instance)
+        update.digest = answer.digest
+        update.awaited.discard(name)
 
     def _fail(self, reasons: dict[str, str], out: list[Instruction]) -> None:
         """End an update of which no instance loads weights yet."""
         update, self._update = self._update, None
         if update is not None:
             request = update.request
-            out += [Discard(name, request.version, update.number) for name in sorted(update.sent_to)]
+            out += [discard(name, request.version, update.number) for name in sorted(update.sent_to)]
             for name in update.sent_to:
                 self._fan_out.ended(name, request.source)
-            out += [Release(), Fail(request.trainer, request.version, reasons, request.call_id)]
+            out += [Release(), failed(update.trainer, request, reasons)]
 
     def _leave_sleepers(self, asleep: bool, loadable: Collection[str], out: list[Instruction]) -> None:
         """Have no update wait for engines that sleep by a wish of an earlier life of the buffer."""
@@ -479,16 +494,14 @@ class WeightsMachine(msgspec.Struct):
 
     def _end(self, update: Update, out: list[Instruction]) -> bool:
         """Answer after all instances have; return whether other weights are live again."""
-        request, live = update.request, self._live_weights()
+        live = self._live_weights()
         left = {name: why for name, why in update.left.items() if name not in self._loaded_live}
         reasons = self.quarantined | left
         out.append(Release())
         if not is_in_place(live.source) or update.succeeded:
-            out.append(Report(request.trainer, live, reasons, request.call_id))
+            out.append(update.succeeded_with(live, reasons))
             return False
-        out.append(
-            Fail(request.trainer, request.version, reasons or {"": "no engine is left"}, request.call_id)
-        )
+        out.append(failed(update.trainer, update.request, reasons or {"": "no engine is left"}))
         self._failures += 1
         if self.checked is not None:  # else instances stay quarantined until the next update
             self._go_live(self.checked, out)

@@ -22,24 +22,20 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from seer.common import wire
+from seer.common.blobs import Blob, Readers, Reply, Turns
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
 from seer.common.weights.lora import inner_source
 from seer.services.buffer.own_folder import on_disk
 from seer.services.buffer.weights.spool_folder import SpoolFolder
-
-Reply = Callable[[bytes, wire.SpoolState | wire.SpoolData], Awaitable[None]]
-"""Sends an answer to a peer's address; the answer is lost if the peer does not read."""
 
 SpoolRequest = wire.OpenSpool | wire.SpoolData | wire.ReadSpool
 
@@ -56,46 +52,23 @@ _MAX_PARTS = 4 * wire.SPOOL_WINDOW
 """Messages with data among them: 64 MiB."""
 
 _MAX_READERS = 4096
-"""Reads of one stream that wait for its bytes."""
+"""Reads that wait for their bytes."""
 
 _log = get_logger()
 
 
-@dataclass(slots=True)
-class _Stream:
-    name: str
-    size: int
-    folder: Path
-    token: str
-    have: int
-    grew_at: float
-    resend_requested: bool = False
-    named: bool = False
-    """An update has named it, so it is removed once no update and no live weights need it."""
-    inherited: bool = False
-    """An earlier life wrote it, and nothing has needed it since: engines may not have registered yet."""
-    readers: dict[tuple[bytes, int], Reply] = field(default_factory=dict)
+class _Stream(Blob):
+    """A stream that grows in order.
 
-    def state(self, *, resend: bool = False, problem: str = "") -> wire.SpoolState:
-        return wire.SpoolState(
-            name=self.name,
-            size=self.size,
-            have=self.have,
-            resend=resend,
-            folder=str(self.folder),
-            token=self.token,
-            problem=problem,
-        )
+    `named`: an update has named it, so it is removed once no update and no live weights need it.
+    `inherited`: an earlier life wrote it, and nothing has needed it since: engines may not have registered
+    yet.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class _RemoveUnneeded:
-    needed: frozenset[str]
+    def __init__(self, name: str, size: int, folder: Path, token: str, now: float) -> None:
+        super().__init__(name, size, folder / name, token)
+        self.grew_at = now
+        self.resend_requested = self.named = self.inherited = False
 
 
 class Spool:
@@ -107,9 +80,10 @@ class Spool:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._removed: OrderedDict[str, str] = OrderedDict()  # by name: why it was removed
-        self._queue: asyncio.Queue[tuple[Reply, bytes, SpoolRequest] | _Named | _RemoveUnneeded]
-        self._queue = asyncio.Queue(_MAX_QUEUED)
-        self._parts = 0
+        self._turns = Turns(_MAX_QUEUED, _MAX_PARTS)
+        self._readers = Readers(
+            lambda name: self._streams.get(name) or self._removed.get(name, "has no such bytes"), _MAX_READERS
+        )
 
     def start(self) -> None:
         """Lock the configured folder. Raises `ConfigError` if it is not this buffer's."""
@@ -117,47 +91,38 @@ class Spool:
 
     def put(self, reply: Reply, address: bytes, message: SpoolRequest) -> None:
         """Queue a peer's message; it is dropped if too many wait."""
-        part = isinstance(message, wire.SpoolData)
-        if isinstance(message, wire.SpoolData) and len(message.data) > wire.SPOOL_BYTES:
-            return
-        if not self._queue.full() and not (part and self._parts >= _MAX_PARTS):
-            self._parts += part
-            self._queue.put_nowait((reply, address, message))
+        match message:
+            case wire.OpenSpool():
+                self._turns.add(lambda: self._open(reply, address, message))
+            case wire.ReadSpool():
+                self._turns.add(lambda: self._readers.answer(reply, address, message))
+            case wire.SpoolData() if len(message.data) <= wire.SPOOL_BYTES:
+                self._turns.add(lambda: self._write(reply, address, message), part=True)
 
     def name(self, source: str) -> None:
         """Note that an update names a stream: from now on it stays only while it is needed."""
-        stream = inner_source(source)
-        if stream.startswith(wire.SPOOL_SCHEME) and not self._queue.full():
-            self._queue.put_nowait(_Named(stream))
+        self._turns.add(lambda: self._name(inner_source(source)))
 
     def remove_unneeded(self, needed: set[str]) -> None:
         """Queue the removal of stalled streams, and of complete ones that no `needed` source names."""
-        if not self._queue.full():
-            self._queue.put_nowait(_RemoveUnneeded(frozenset(map(inner_source, needed))))
+        streams = frozenset(map(inner_source, needed))
+        self._turns.add(lambda: self._remove_unneeded(streams))
 
     async def run(self) -> None:
         """Handle queued messages until cancelled."""
         try:
             await self._take_over()
-            while True:
-                match await self._queue.get():
-                    case _Named(source):
-                        if (stream := self._streams.get(source.removeprefix(wire.SPOOL_SCHEME))) is not None:
-                            stream.named = True
-                    case _RemoveUnneeded(needed):
-                        await self._remove_unneeded(needed)
-                    case (reply, address, wire.OpenSpool() as message):
-                        await reply(address, await self._open(message))
-                    case (reply, address, wire.SpoolData() as message):
-                        self._parts -= 1
-                        await self._write(message, address, reply)
-                    case (reply, address, wire.ReadSpool() as message):
-                        await self._read(message.name, message.offset, address, reply)
+            await self._turns.run()
         finally:
+            self._readers.close()
             self._folder.release()
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await on_disk(work, *args, **kwargs)
+
+    async def _name(self, source: str) -> None:
+        if (stream := self._streams.get(source.removeprefix(wire.SPOOL_SCHEME))) is not None:
+            stream.named = True
 
     # --- removal -------------------------------------------------------------------------
 
@@ -175,8 +140,7 @@ class Spool:
     async def _remove(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
         del self._streams[stream.name]
         self._note_removed(stream.name, problem)
-        for (address, _), reply in stream.readers.items():
-            await reply(address, stream.state(problem=problem))
+        stream.end(problem)
         try:
             if broken:  # the disk may be full: free as much as possible
                 await self._disk(self._folder.remove, stream.name)
@@ -201,20 +165,19 @@ class Spool:
             _log.warning("streams of an earlier life in the spool cannot be read", error=str(error))
             return
         for name, (size, token) in found.items():
-            folder = self._folder.root / name
-            self._streams[name] = _Stream(name, size, folder, token, size, self._clock.now(), inherited=True)
+            self._streams[name] = stream = _Stream(name, size, self._folder.root, token, self._clock.now())
+            stream.have, stream.inherited = size, True
 
-    async def _open(self, message: wire.OpenSpool) -> wire.SpoolState:
+    async def _open(self, reply: Reply, address: bytes, message: wire.OpenSpool) -> None:
         name, size = message.name, message.size
-        stream = self._streams.get(name)
-        if stream is None:
-            try:
-                stream = await self._begin(name, size)
-            except (OSError, ValueError) as error:
-                return wire.SpoolState(name=name, size=size, have=0, problem=str(error))
-        if size not in (0, stream.size):
-            return stream.state(problem=f"has {stream.size} bytes, not {size}")
-        return stream.state(resend=True)
+        try:
+            stream = self._streams.get(name) or await self._begin(name, size)
+            if size not in (0, stream.size):
+                raise ValueError(f"has {stream.size} bytes, not {size}")
+            state = stream.state(resend=True)
+        except (OSError, ValueError) as error:
+            state = wire.SpoolState(name=name, size=size, have=0, problem=str(error))
+        await reply(address, state)
 
     async def _begin(self, name: str, size: int) -> _Stream:
         if not size:
@@ -225,18 +188,18 @@ class Spool:
             raise ValueError("is not a name of a stream: give v, letters, digits, dots and dashes")
         if len(self._streams) >= _MAX_STREAMS:
             raise ValueError(f"the buffer holds {_MAX_STREAMS} streams already: wait for an update to end")
-        token = secrets.token_hex(16)
+        root = await self._disk(lambda: self._folder.root)
+        stream = _Stream(name, size, root, secrets.token_hex(16), self._clock.now())
         try:
-            await self._disk(self._folder.begin, name, size, token)
-            folder = self._folder.root / name
+            await self._disk(self._folder.begin, stream)
         except (OSError, ValueError) as error:
             await self._disk(self._folder.remove, name)
             self._note_removed(name, str(error))
             raise
-        self._streams[name] = stream = _Stream(name, size, folder, token, 0, self._clock.now())
+        self._streams[name] = stream
         return stream
 
-    async def _write(self, message: wire.SpoolData, address: bytes, reply: Reply) -> None:
+    async def _write(self, reply: Reply, address: bytes, message: wire.SpoolData) -> None:
         stream = self._streams.get(message.name)
         if stream is None:
             # Without a problem, `OpenSpool` was lost: the trainer gets no answer and sends it again.
@@ -250,9 +213,9 @@ class Spool:
                 await reply(address, stream.state(resend=True))
             return
         try:
-            valid = await self._disk(self._folder.write, message)
+            valid = await self._disk(stream.store, message)
             if valid and stream.have + len(message.data) == stream.size:
-                await self._disk(self._folder.write_notes, stream.name, stream.size, stream.token, whole=True)
+                await self._disk(stream.note, whole=True)
         except OSError as error:
             problem = f"cannot be stored: {error}"
             _log.warning("a stream of weights failed", stream=stream.name, why=problem)
@@ -261,30 +224,9 @@ class Spool:
             return
         stream.resend_requested = not valid
         if valid:
-            stream.have += len(message.data)
+            stream.came(message.offset, len(message.data))
             stream.grew_at = self._clock.now()
         else:  # a warning once, then debug: a peer that sends damaged parts must not fill the log
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
         await reply(address, stream.state(resend=not valid))
-        waiting, stream.readers = stream.readers, {}
-        for (reader, offset), answer in waiting.items():
-            await self._read(stream.name, offset, reader, answer)
-
-    async def _read(self, name: str, offset: int, address: bytes, reply: Reply) -> None:
-        stream = self._streams.get(name)
-        if stream is None or offset >= stream.size:
-            problem = self._removed.get(name, "has no such bytes")
-            await reply(address, wire.SpoolState(name=name, size=0, have=0, problem=problem))
-            return
-        length = min(wire.SPOOL_BYTES, stream.size - offset)
-        if stream.have < offset + length:
-            if len(stream.readers) < _MAX_READERS:
-                stream.readers[address, offset] = reply
-            return
-        try:
-            data, checksum = await self._disk(self._folder.read, name, offset, length)
-        except OSError as error:
-            await reply(address, stream.state(problem=f"cannot be read: {error}"))
-            return
-        await reply(address, wire.SpoolData(name=name, offset=offset, checksum=checksum, data=data))

@@ -24,13 +24,13 @@ from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.engine.driver import end_process
-from seer.services.engine.nodes.agreement import Meeting, meeting, settings_of
 from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS
+from seer.services.engine.nodes.same_settings import Meeting, meeting, settings_of
 from seer.services.engine.weights.checker import WeightChecker
 from seer.services.engine.weights.fetcher import WeightFetcher
 

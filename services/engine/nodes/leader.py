@@ -20,17 +20,17 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from seer.common import wire
+from seer.common.blobs import FILE, Blob, Readers
 from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import ConfigError, EngineBroken, InvalidField
-from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.weights.digest import SPOOL_FILE, read_part
 from seer.common.weights.lora import inner_source
 from seer.common.wire.codec import encode
-from seer.services.engine.nodes.agreement import Meeting, difference, settings_of
+from seer.services.engine.nodes.same_settings import Meeting, difference, settings_of
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class Leader:
         self._nodes: dict[int, _Node] = {}
         self._all_joined = asyncio.Event()
         self._call_ids = itertools.count(1)
-        self._stream = ("", Path())
-        self._reads: set[asyncio.Task[None]] = set()
+        self._stream: Blob | None = None
+        self._readers = Readers(self._find, MAX_READS)
 
     async def start(self, transport: Transport, leave: Callable[[], None], lost: Callable[[], None]) -> None:
         """Listen at `engine.leader`. Raises `ConfigError`.
@@ -131,7 +131,7 @@ class Leader:
 
     async def check(self, source: str, digest: str, folder: Path) -> tuple[str, ...]:
         """See `OtherNodes.check`."""
-        self._stream = inner_source(source).removeprefix(wire.SPOOL_SCHEME), folder
+        self._stream = await asyncio.to_thread(_stream_of, source, folder)
         answers = await self._ask(source, digest, read=True)
         self._meeting.folders = [answer.folder for answer in answers]
         return tuple(answer.stamps for answer in answers)
@@ -142,7 +142,7 @@ class Leader:
 
     async def discard(self) -> None:
         """See `OtherNodes.discard`."""
-        self._stream = "", Path()
+        self._stream = None
         for node in self._nodes.values():
             await self._hub.reply(node.address, wire.DiscardWeights(version=0, call_id=0))
 
@@ -182,7 +182,8 @@ class Leader:
             for task in ended:
                 task.result()
         finally:
-            for task in tasks | self._reads:
+            self._readers.close()
+            for task in tasks:
                 task.cancel()
 
     async def _receive(self) -> None:
@@ -219,12 +220,8 @@ class Leader:
             case wire.WeightsChecked():
                 if (answer := node.answers.get(message.call_id)) is not None and not answer.done():
                     answer.set_result(message)
-            case wire.OpenSpool(name=name):
-                await self._hub.reply(address, self._state(name))
-            case wire.ReadSpool():
-                if len(self._reads) < MAX_READS:
-                    self._reads.add(task := asyncio.create_task(self._read(address, message)))
-                    task.add_done_callback(self._reads.discard)
+            case wire.OpenSpool() | wire.ReadSpool():
+                await self._readers.answer(self._hub.reply, address, message)
             case wire.Goodbye(problem=problem):
                 if not self._meeting.port:
                     self._forget(rank)
@@ -270,28 +267,22 @@ class Leader:
         self._lost()
         raise EngineBroken(problem)
 
-    def _state(self, name: str) -> wire.SpoolState:
-        own, folder = self._stream
-        if name and name == own:
-            size = (folder / SPOOL_FILE).stat().st_size
-            return wire.SpoolState(name=name, size=size, have=size)
-        return wire.SpoolState(name=name, size=0, have=0, problem="the leader has no copy of it any more")
+    def _find(self, name: str) -> Blob | str:
+        if self._stream is not None and self._stream.name == name:
+            return self._stream
+        return "the leader has no copy of it any more"
 
-    async def _read(self, address: bytes, asked: wire.ReadSpool) -> None:
-        """Send a part of a stream, or why not."""
-        own, folder = self._stream
-        answer: wire.SpoolState | wire.SpoolData = self._state(asked.name)
-        try:
-            if own == asked.name:
-                file = folder / SPOOL_FILE
-                length = min(wire.SPOOL_BYTES, file.stat().st_size - asked.offset)
-                if length <= 0:
-                    raise ValueError("has no such part")
-                data, checksum = await asyncio.to_thread(read_part, file, asked.offset, length)
-                answer = wire.SpoolData(name=own, offset=asked.offset, checksum=checksum, data=data)
-        except (OSError, ValueError) as error:
-            answer = wire.SpoolState(name=asked.name, size=0, have=0, problem=str(error))
-        await self._hub.reply(address, answer)
+
+def _stream_of(source: str, folder: Path) -> Blob | None:
+    """Return the stream that a source names, which is whole in `folder`. Raises `InvalidField`."""
+    scheme, _, name = inner_source(source).partition(":")
+    if scheme + ":" != wire.SPOOL_SCHEME:
+        return None
+    try:
+        size = (folder / FILE).stat().st_size
+    except OSError as error:
+        raise InvalidField("source", source, f"cannot be read: {error}") from error
+    return Blob(name, size, folder, have=size)
 
 
 def _free_port(host: str) -> int:

@@ -5,7 +5,7 @@ Invariants:
   `Responses`), but for a fault planted for `seer verify`: chunking, batching and preemption cannot change it.
   As in vLLM, a chunk without its media gets other tokens, and no error;
 - `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
-- a step lasts `replay_step_seconds` + running * `replay_row_seconds`: it is reported, not slept;
+- a step lasts `step_seconds` + running * `row_seconds`: it is reported, not slept;
 - max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
   have no effect.
 """
@@ -26,6 +26,7 @@ from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedMedium, StepOutput
+from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
 from seer.services.engine.replay.responses import Responses, SyntheticResponses, TraceResponses
 
@@ -52,6 +53,7 @@ class ReplayBackend:
 
     def __init__(self, config: EngineConfig, shared: SharedConfig) -> None:
         self._config = config
+        self._fault_position = planted_position()
         blocks = DEFAULT_KV_BLOCKS if config.kv_blocks is None else config.kv_blocks
         seqs = CPU_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs
         block_size = BLOCK_SIZE if shared.block_size is None else shared.block_size
@@ -84,15 +86,14 @@ class ReplayBackend:
             ("kv_blocks", capacity.kv_blocks),
             ("max_model_len", capacity.max_model_len),
             ("max_num_seqs", capacity.max_num_seqs),
-            ("replay_vocab_size", config.replay_vocab_size),
-            ("replay_mean_tokens", config.replay_mean_tokens),
         ):
             if value < 1:
                 raise EngineError(f"engine.{name} = {value}: must be 1 or more")
-        if config.replay_trace:
-            self._responses = TraceResponses(Path(config.replay_trace), config.replay_vocab_size)
+        replay = config.replay
+        if replay.trace:
+            self._responses = TraceResponses(Path(replay.trace), replay.vocab_size)
         else:
-            self._responses = SyntheticResponses(config.replay_vocab_size, config.replay_mean_tokens)
+            self._responses = SyntheticResponses(replay.vocab_size, replay.mean_tokens)
 
     @property
     def capacity(self) -> Capacity:
@@ -141,14 +142,14 @@ class ReplayBackend:
             raise InvalidField(
                 "max_new_tokens", new, f"max_model_len leaves {room} after {context} of context"
             )
-        vocab = self._config.replay_vocab_size
+        vocab = self._config.replay.vocab_size
         if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < vocab):
             raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {vocab})")
 
     def _plant_fault(self, chunk: Chunk, token_ids: list[int]) -> None:
-        fault, first = self._config.fault_position, len(chunk.tokens)
+        fault, first = self._fault_position, len(chunk.tokens)
         if fault is not None and first <= fault < first + len(token_ids):
-            token_ids[fault - first] = (token_ids[fault - first] + 1) % self._config.replay_vocab_size
+            token_ids[fault - first] = (token_ids[fault - first] + 1) % self._config.replay.vocab_size
 
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Backend.drop`."""
@@ -181,7 +182,7 @@ class ReplayBackend:
         self._steps += 1
         self._generated += len(step.ran)
         self._prompt += step.prefilled
-        seconds = self._config.replay_step_seconds + len(step.ran) * self._config.replay_row_seconds
+        seconds = self._config.replay.step_seconds + len(step.ran) * self._config.replay.row_seconds
         ended = [self._end(sequence) for sequence in step.ended]
         return StepOutput(generated=generated, ended=ended, seconds=seconds)
 

@@ -90,10 +90,10 @@ class TraceResponses:
         try:
             text = path.read_bytes()
         except OSError as error:
-            raise EngineError(f"engine.replay_trace = {path}: {error.strerror}; give a JSONL file") from error
+            raise EngineError(f"engine.replay.trace = {path}: {error.strerror}; give a JSONL file") from error
         for number, row in enumerate(text.splitlines(), start=1):
             if row.strip():
-                self._read(row, f"engine.replay_trace = {path}: line {number}", vocab_size)
+                self._read(row, f"engine.replay.trace = {path}: line {number}", vocab_size)
 
     def _read(self, row: bytes, where: str, vocab_size: int) -> None:
         try:
@@ -102,7 +102,7 @@ class TraceResponses:
             raise EngineError(f"{where}: {error}") from error
         if not line.token_ids or not all(0 <= token < vocab_size for token in line.token_ids):
             raise EngineError(
-                f"{where}: give token_ids below engine.replay_vocab_size = {vocab_size}, 1 or more"
+                f"{where}: give token_ids below engine.replay.vocab_size = {vocab_size}, 1 or more"
             )
         if line.logprobs is not None and len(line.logprobs) != len(line.token_ids):
             raise EngineError(f"{where}: logprobs must have one entry per token")
@@ -124,7 +124,7 @@ class TraceResponses:
 
     def _line(self, chunk: Chunk) -> _Line:
         if chunk.counts_from != chunk.prompt_len:
-            fix = "a trace has responses of one turn; run without engine.replay_trace"
+            fix = "a trace has responses of one turn; run without engine.replay.trace"
             raise InvalidField("turn_start", chunk.turn_start, fix)
         prompt_id, _, index = chunk.request_id.partition("/")[2].rpartition("#")
         known = self._lines.get(prompt_id)

@@ -31,7 +31,8 @@ from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, ChunkFailure, Generated, StepOutput
 from seer.services.engine.chunk_gate import ChunkGate
-from seer.services.engine.nodes.agreement import Meeting
+from seer.services.engine.nodes.same_settings import Meeting
+from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.vllm import env, loading
 from seer.services.engine.vllm.checks import check_chunk, token_budget
 from seer.services.engine.vllm.core import CoreHandle
@@ -157,7 +158,7 @@ class VllmBackend:
         except Exception as error:  # whatever a first forward pass provokes inside vLLM
             self.close()
             raise EngineError(loading.explain(error, self._config, self._shared)) from error
-        self.fault_position = self._config.fault_position
+        self.fault_position = planted_position()
         self._reset_counters()  # of what was run to check and to measure
 
     def _start_drafting(self, config: DraftsConfig) -> Drafting:

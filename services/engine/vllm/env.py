@@ -24,7 +24,7 @@ from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
 from seer.common.process.scratch import cache_folder
-from seer.services.engine.nodes.agreement import Meeting
+from seer.services.engine.nodes.same_settings import Meeting
 
 VLLM_SERIES = "0.32."
 """The only series that works: our hooks are private API, which another series may change."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor import Executor
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from seer.services.engine.nodes.agreement import Meeting
+    from seer.services.engine.nodes.same_settings import Meeting
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from seer.common.config import Config
-from seer.services.engine.nodes.agreement import Meeting
+from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.vllm import env, loading
 
 if TYPE_CHECKING:

@@ -1,26 +1,41 @@
-"""Copying a stream of weights from another engine, and when to leave that one for the next source.
+"""Copies of streams of weights: where an engine gets its own, and how it gives that to other engines.
 
 Invariants (tests/unit/test_weight_holders.py, tests/cluster/test_fan_out.py):
+- the buffer is given up after `WAIT_SECONDS` without an answer;
 - an engine that is dead, or answers nothing, is left after `HOLDER_SECONDS`;
 - so is one that has bytes, but sends fewer than `HOLDER_BYTES` in that time;
 - one that has no more to send is left only if the buffer has more, and later the more holders there are
   between the two: whoever is nearest to the fault leaves first, and the others need not;
-- what was copied so far is kept, and every part has a checksum.
+- a holder that was left is not asked again for `AVOID_SECONDS`; what was copied so far is kept;
+- a part is given once its checksum was right here, also while the copy still grows; an engine that has not
+  begun a copy says so, and one that has deleted it says that, at once, to all who wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from seer.common import wire
+from seer.common.blobs import Answer, Asked, Blob, EndedForAll, Question, Readers
 from seer.common.clock import Clock
+from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.channel import Channel
-from seer.services.engine.weights.copies import StreamCopy, copy_parts, on_this_machine
+from seer.common.net.hub import Hub
+from seer.common.net.identity import Identity
+from seer.common.net.keys import with_key
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.common.weights.mooncake import own_address
+
+WAIT_SECONDS = 2 * wire.SPOOL_STALL_SECONDS
+"""Longest wait for the buffer; longer than its own for the trainer, whose error says more."""
 
 HOLDER_SECONDS = 10.0
 """How often it is judged whether a holder sends enough, and the longest wait for its first answer."""
@@ -28,13 +43,146 @@ HOLDER_SECONDS = 10.0
 HOLDER_BYTES = 200_000_000
 """What a holder that has so many must send in that time: 20 MB/s."""
 
-ASK_SECONDS = 5.0
-"""Wait for an answer before missing parts are requested again: messages can be lost."""
 
-POLL_SECONDS = 0.05
-"""Pause between two questions about a copy that still grows on this machine."""
+MAX_READS = 512
+"""Bound on questions that wait for their parts; those beyond it are asked again."""
 
-Connection = Channel[wire.EngineToHolder, wire.HolderToEngine]
+AVOID_SECONDS = 600.0
+"""A holder that was of no use may be cut off from this engine for good, as by a firewall."""
+
+OFF = "off"
+
+GONE = "this engine has no copy of it any more"
+
+
+class Copy(Blob):
+    """A copy of a stream, in a temporary folder. Raises `OSError` if that cannot be made.
+
+    `senders`: endpoints of other engines that parts may be from, so a wrong digest may be their fault.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
+        super().__init__(name, size, Path(self._temporary.name), secrets.token_hex(16))
+        self.senders: list[str] = []
+
+    async def delete(self) -> None:
+        """Delete the folder; cancelling this does not keep it from being deleted."""
+        self.end(GONE)
+        await asyncio.to_thread(self._temporary.cleanup)
+
+
+class Peers:
+    """The other engines: how this one reaches the holders of copies, and gives them its own.
+
+    Call `start` before all else.
+    """
+
+    def __init__(self, transport: Transport, me: Identity, clock: Clock) -> None:
+        self.clock = clock
+        self.readers = Readers(self._find, MAX_READS)
+        self._transport, self._me = transport, me
+        self._avoided: dict[str, float] = {}
+        self._copy: Copy | None = None
+        self._gone = ""
+        self._hub: Hub[wire.HolderToEngine, wire.EngineToHolder] | None = None
+
+    # --- giving --------------------------------------------------------------------------
+
+    async def start(self, configured: str, buffer: str, key: str = "") -> str:
+        """Listen at the `configured` endpoint; return where, or nothing if there is no need.
+
+        `key` is the public one that answers there. Default: the address by which this machine reaches the
+        `buffer`. Raises `ConfigError`.
+        """
+        endpoint = configured or await asyncio.to_thread(_default_endpoint, buffer)
+        if endpoint in ("", OFF):
+            return ""
+        try:
+            router = await self._transport.router(endpoint)
+        except ConfigError as error:
+            raise ConfigError(f"engine.weights_endpoint = {configured!r}: {error}") from error
+        self._hub = Hub(
+            router, self._me, wire.EngineToHolder, require_config_hash=True, roles=frozenset({"engine"})
+        )
+        return with_key(router.endpoint, key)
+
+    def offer(self, copy: Copy) -> None:
+        """Give this copy from now on."""
+        self._copy = copy
+
+    def withdraw(self, copy: Copy) -> None:
+        """Give it no more."""
+        if self._copy is copy:
+            self._copy, self._gone = None, copy.name
+
+    async def run(self) -> None:
+        """Answer questions until cancelled."""
+        hub = self._hub
+        if hub is None:
+            return
+        try:
+            while True:
+                address, message = await hub.recv()
+                if isinstance(message, wire.OpenSpool | wire.ReadSpool):
+                    await self.readers.answer(hub.reply, address, message)
+        finally:
+            self.readers.close()
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        if self._hub is not None:
+            self._hub.close()
+
+    def _find(self, name: str) -> Blob | str:
+        if self._copy is not None and self._copy.name == name:
+            return self._copy
+        return GONE if name == self._gone else ""
+
+    # --- fetching ------------------------------------------------------------------------
+
+    def connect(self, endpoint: str) -> Channel[wire.EngineToHolder, wire.HolderToEngine]:
+        """Return a connection that is not open yet."""
+        return Channel(self._transport, endpoint, self._me, wire.HolderToEngine, self.clock)
+
+    def avoid(self, endpoint: str) -> None:
+        """Leave a holder alone for a while."""
+        self._avoided[endpoint] = self.clock.now() + AVOID_SECONDS
+
+    def usable(self, holders: Sequence[str]) -> list[str]:
+        """Return the holders that are not to be avoided."""
+        now = self.clock.now()
+        self._avoided = {each: until for each, until in self._avoided.items() if until > now}
+        return [each for each in holders if each not in self._avoided]
+
+
+class Buffer(Asked):
+    """The buffer, or an engine's leader: asked until it says that there is no more of it.
+
+    `send` reaches it; give its answers to `arrived`.
+    """
+
+    def __init__(self, name: str, send: Callable[[Question], Awaitable[None]]) -> None:
+        # Bounded by what is asked for: a window of data and a state.
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue(4 * wire.SPOOL_WINDOW)
+        super().__init__(name, send, self._answers.get)
+
+    def arrived(self, answer: Answer) -> None:
+        """Take an answer; those of no use are dropped."""
+        if answer.name == self.name:
+            with contextlib.suppress(asyncio.QueueFull):
+                self._answers.put_nowait(answer)
+
+    async def patience(self) -> float:
+        """See `Asked`."""
+        if self.silent >= WAIT_SECONDS:
+            raise ValueError(f"the buffer sent nothing of it for {WAIT_SECONDS:g} s")
+        return WAIT_SECONDS
+
+    async def ask(self, question: Question) -> None:
+        """If it cannot be reached it may only be stopped: it is asked again later."""
+        with contextlib.suppress(Unreachable):
+            await super().ask(question)
 
 
 class Patience(msgspec.Struct):
@@ -75,92 +223,66 @@ class Patience(msgspec.Struct):
         return self.still >= self.distance
 
 
-class Holder:
-    """One engine that has a copy of a stream, or makes one.
+class Holder(Asked):
+    """One engine, at `endpoint`, that has a copy of a stream, or makes one; `distance`: see `Patience`."""
 
-    `source_has` returns how many bytes the buffer has, and raises `ValueError` if it gave the stream up.
-    """
+    def __init__(self, peers: Peers, endpoint: str, copy: Copy, distance: int, buffer: Buffer) -> None:
+        self._connection = peers.connect(endpoint)
+        super().__init__(copy.name, self._connection.send, self._connection.recv)
+        self._peers, self._endpoint, self._copy, self._buffer = peers, endpoint, copy, buffer
+        self._clock, self._distance, self._linking = peers.clock, distance, True
 
-    def __init__(
-        self,
-        connection: Connection,
-        copy: StreamCopy,
-        distance: int,
-        clock: Clock,
-        source_has: Callable[[], Awaitable[int]],
-    ) -> None:
-        self._connection = connection
-        self._copy = copy
-        self._clock = clock
-        self._source_has = source_has
-        self._patience = Patience(distance, copy.arrived)
-        self._had: int | None = None
-        self._check_at = 0.0
+    def left(self, why: Exception) -> None:
+        """Avoid it for a while, if it was of no use."""
+        get_logger().warning("weights are not copied from an engine", engine=self._endpoint, why=str(why))
+        if str(why) != GONE:
+            self._peers.avoid(self._endpoint)
 
-    async def fetch(self) -> None:
-        """Copy what is missing. Raises `SeerError`, `ValueError` or `OSError`: then leave this holder."""
+    async def fetch(self, blob: Blob) -> None:
+        """Take the holder's whole file itself, if it is on this machine, or copy what is missing."""
+        self._copy.senders.append(self._endpoint)
+        self._patience = Patience(self._distance, blob.arrived)
         try:
             await self._connection.open(HOLDER_SECONDS)
             self._check_at = self._clock.now() + HOLDER_SECONDS
-            if not await self._link():
-                await copy_parts(self._copy, self)
+            folder = await self.whole_here()
+            self._linking = False
+            if folder is None or not await blob.link(folder):
+                await super().fetch(blob)
         finally:
             self._connection.close()
 
-    async def _link(self) -> bool:
-        """Take the holder's file itself once it is whole; False if it is not on this machine."""
-        question = wire.OpenSpool(name=self._copy.name)
-        while True:
-            await self.ask(question)
-            state = await self._answer([question], linking=True)
-            if not isinstance(state, wire.SpoolState):
-                continue
-            if state.size and not await asyncio.to_thread(on_this_machine, state):
-                return False
-            if state.size and state.have >= self._copy.size:
-                return await self._copy.link(Path(state.folder))
-            await self._clock.sleep(POLL_SECONDS)
+    async def patience(self) -> float:
+        """See `Asked`."""
+        while (left := self._check_at - self._clock.now()) <= 0:
+            await self._check()
+        return left
 
-    async def ask(self, question: wire.OpenSpool | wire.ReadSpool) -> None:
-        """See `copies.Source`."""
-        await self._connection.send(question)
-
-    async def next(
-        self, questions: Sequence[wire.OpenSpool | wire.ReadSpool]
-    ) -> wire.SpoolState | wire.SpoolData:
-        """See `copies.Source`."""
-        return await self._answer(questions)
-
-    async def _answer(
-        self, questions: Sequence[wire.OpenSpool | wire.ReadSpool], *, linking: bool = False
-    ) -> wire.SpoolState | wire.SpoolData:
-        while True:
-            left = self._check_at - self._clock.now()
-            if left <= 0:
-                await self._check(linking=linking)
-                continue
-            message = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, ASK_SECONDS)):
-                    message = await self._connection.recv()
-            if message is None:
-                for question in questions:
-                    await self.ask(question)
-            elif isinstance(message, wire.SpoolState) and message.problem:
-                raise ValueError(message.problem)
-            elif isinstance(message, wire.SpoolState | wire.SpoolData) and message.name == self._copy.name:
-                if isinstance(message, wire.SpoolState):
-                    self._had = message.have
-                return message
-
-    async def _check(self, *, linking: bool) -> None:
+    async def _check(self) -> None:
         """Raise `ValueError` if this holder is to be left; else begin the next interval."""
         self._check_at = self._clock.now() + HOLDER_SECONDS
-        got, had, self._had = self._copy.arrived, self._had, None
+        got, had, self.had = self._copy.arrived, self.had, None
         # Nothing is sent when the holder's own file is taken: what it has counts as here.
-        problem = self._patience.problem(max(got, had or 0) if linking else got, had)
-        if problem:
+        if problem := self._patience.problem(max(got, had or 0) if self._linking else got, had):
             raise ValueError(problem)
-        if self._patience.waited_in_vain and await self._source_has() > max(got, had or 0):
-            raise ValueError(f"got no further for {self._patience.still * HOLDER_SECONDS:g} s")
-        await self.ask(wire.OpenSpool(name=self._copy.name))
+        if self._patience.waited_in_vain:
+            try:
+                there = (await self._buffer.state()).have
+            except ValueError as error:
+                raise EndedForAll(str(error)) from error
+            if there > max(got, had or 0):
+                raise ValueError(f"got no further for {self._patience.still * HOLDER_SECONDS:g} s")
+        await self.ask(wire.OpenSpool(name=self.name))
+
+
+def _default_endpoint(buffer: str) -> str:
+    """Return a free port of the address that reaches the buffer; empty if the buffer is on this machine."""
+    scheme, _, address = buffer.partition("://")
+    if scheme != "tcp":
+        return ""
+    try:
+        own = own_address(address)
+    except (OSError, ValueError) as error:
+        get_logger().warning("weights are not sent on to other engines", buffer=buffer, why=str(error))
+        return ""
+    return "" if own.startswith("127.") else f"tcp://{own}:0"

@@ -4,7 +4,7 @@ Invariants:
 - a call into Mooncake that hangs or crashes takes down the reader process alone, never an engine: within an
   engine it could not be ended, nor could the memory that it writes to be freed;
 - nothing waits longer than `SILENCE_SECONDS` for a part; a reader ends when its engine died;
-- the file is complete, or `fetch` raises.
+- all of the blob is there, or `fetch` raises.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.weights.mooncake import RegisteredMemory, TransferEngine, open_engine, own_address
+
+if TYPE_CHECKING:  # a reader starts without it
+    from seer.common.blobs import Blob
 
 PART_BYTES = 2**24
 """Bytes per read. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
@@ -34,47 +37,42 @@ _PART, _DONE = b"part\n", b"done\n"
 """Lines that the reader prints; any other line says why it failed."""
 
 
-def size_of(address: str) -> int:
-    """Return the size of a stream. Raises `ValueError`."""
-    return _memory(address).size
+class TrainerMemory:
+    """A source of the stream at `address`, a `RegisteredMemory` as JSON. Raises `ValueError` for another."""
 
+    def __init__(self, address: str) -> None:
+        try:
+            self._memory = msgspec.json.decode(address, type=RegisteredMemory)
+        except NOT_DECODED as error:
+            raise ValueError(f"is not an address in a trainer's memory: {error}") from error
+        self._address = address
+        self.size = self._memory.size
 
-def _memory(address: str) -> RegisteredMemory:
-    try:
-        return msgspec.json.decode(address, type=RegisteredMemory)
-    except NOT_DECODED as error:
-        raise ValueError(f"is not an address in a trainer's memory: {error}") from error
-
-
-async def fetch(address: str, file: Path) -> None:
-    """Copy a stream (`address`: a `RegisteredMemory`, as JSON). Raises `OSError` or `ValueError`."""
-    memory = _memory(address)
-    reader = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, address, str(file),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env={"MC_LOG_LEVEL": "ERROR", **os.environ},
-    )  # fmt: skip
-    last = line = b""
-    try:
-        while line != _DONE:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                line = await cast("asyncio.StreamReader", reader.stdout).readline()
-            if not line:
-                died = last in (b"", _PART)
-                raise ValueError(
-                    "the process that read the trainer's memory died: see the log"
-                    if died
-                    else last.decode().strip()
-                )
-            last = line
-    except TimeoutError as error:
-        why = f"the trainer at {memory.session} sent nothing for {SILENCE_SECONDS:g} s"
-        raise ValueError(why) from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            reader.kill()
-        await reader.wait()
+    async def fetch(self, blob: Blob) -> None:
+        """See `blobs.Source`: all of it, whatever is there."""
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, self._address, str(blob.file),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={"MC_LOG_LEVEL": "ERROR", **os.environ},
+        )  # fmt: skip
+        last = line = b""
+        try:
+            while line != _DONE:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    line = await cast("asyncio.StreamReader", reader.stdout).readline()
+                if not line:
+                    died = "the process that read the trainer's memory died: see the log"
+                    raise ValueError(died if last in (b"", _PART) else last.decode().strip())
+                last = line
+        except TimeoutError as error:
+            why = f"the trainer at {self._memory.session} sent nothing for {SILENCE_SECONDS:g} s"
+            raise ValueError(why) from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                reader.kill()
+            await reader.wait()
+        blob.came(0, self.size)
 
 
 # --- the process that reads ------------------------------------------------------------------

@@ -27,7 +27,8 @@ from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.checker import OtherNodes, WeightChecker
-from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
+from seer.services.engine.weights.fetcher import Send, WeightFetcher
+from seer.services.engine.weights.holders import Peers
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed, or that dropped its weights: it must not generate."""

@@ -59,7 +59,7 @@ def revoke(folder: Path, users: Sequence[str]) -> None:
 def rotate(folder: Path, users: Sequence[str], *, drop_old: bool) -> list[Path]:
     """Make new keys for these users, of all if none is named; the old ones hold until `drop_old`.
 
-    The services have one key at a time: they take the new one when they start again, as `security.server`.
+    The services have one key at a time: services use the new key once they start again.
     """
     with _locked(folder):
         peers = _peers(folder)

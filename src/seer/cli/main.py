@@ -192,13 +192,10 @@ def status(connect: str, as_json: bool) -> None:
 @main.command()
 @MODEL
 @click.option(
-    "--kernels", is_flag=True, help="Only the GPU: sampler, copies, streams; needs torch and Triton alone."
-)
-@click.option(
     "--only", default="", metavar="CHECK[,...]", help="Run these checks.  [default: all that apply]"
 )
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True),
-    help="Most seconds of all checks.  [default: 600, or 480 with --kernels]",
+    help="Most seconds of all checks.  [default: 600]",
 )  # fmt: skip
 @click.option("--json", "json_file", type=FILE, help="Write all lines as JSON, after each one.")
 @click.option(
@@ -206,7 +203,6 @@ def status(connect: str, as_json: bool) -> None:
 )
 @CONFIG
 def doctor(
-    kernels: bool,
     only: str,
     seconds: float | None,
     json_file: Path | None,
@@ -220,27 +216,20 @@ def doctor(
     """
     from seer.common.errors import InvalidField
     from seer.doctor import checkup
-    from seer.doctor import kernels as kernel_checks
     from seer.doctor.output import names
     from seer.rollout.files import check_writable
 
     config = config_of(options)
     try:
-        chosen = names(only, kernel_checks.CHECKS if kernels else checkup.CHECKS)
+        chosen = names(only, checkup.CHECKS)
     except ValueError as error:
         raise InvalidField("--only", only, str(error)) from error
     for option, file in (("--json", json_file), ("--bundle", bundle)):
         if file is not None:
             check_writable(option, file)
-    if kernels and bundle is not None:
-        raise InvalidField(
-            "--bundle", str(bundle), "leave out --kernels: the whole doctor has those checks, too"
-        )
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # the check that runs ends with it
-    if kernels:
-        sys.exit(kernel_checks.run(chosen, json_file, seconds or kernel_checks.SECONDS))
     sys.exit(checkup.run(config, chosen, json_file, bundle, seconds or checkup.SECONDS))
 
 
@@ -252,7 +241,7 @@ def doctor(
 def report(log: Path, out: Path | None, trace: Path | None, rollout_id: str) -> None:
     """Draw what ran when and where in a rollout, from a buffer's LOG: a folder of `buffer.log`, or a file.
 
-    docs/report.md tells how to read it.
+    docs/log.md tells how to read the drawing.
     """
     from seer.report.command import write_reports
 

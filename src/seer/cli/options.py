@@ -91,7 +91,7 @@ def config_of(options: dict[str, object]) -> Config:
 
 
 def job_of(kind: type[J], options: dict[str, object], config: Config) -> J:
-    """Make a command's job of its options: those that are no field of it are sampling parameters."""
+    """Make a command's job of its options: options that are no field of the job are sampling parameters."""
     import msgspec
 
     from seer.common.types import SamplingParams

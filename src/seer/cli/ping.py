@@ -15,10 +15,10 @@ import sys
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, security_of
 from seer.common.net.transport.zmq import ZmqTransport
-from seer.common.pool import ask_master
+from seer.common.pool_metrics import ask_master
 from seer.common.process.log import printable
 from seer.common.wire import BufferSnapshotReply, SnapshotAsked
 
@@ -26,7 +26,7 @@ ANSWER_SECONDS = 5.0
 
 
 async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
-    """Return when the service's event loop answered. Raises `SeerError` when it does not."""
+    """Return when the service's event loop answered. Raises `SeerError` without an answer."""
     if endpoint.startswith("http://"):
         await ask_master(endpoint.removeprefix("http://"), "/health", seconds)
         return

@@ -13,10 +13,10 @@ from seer.common.endpoints import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, security_of
 from seer.common.net.transport.zmq import ZmqTransport
-from seer.common.pool import PoolFigures, ask_master, read_figures
+from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
 from seer.common.wire import (
     ContextSnapshotReply,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from seer.doctor.lines import Figure, Report
+from seer.doctor.report_lines import Figure, Report
 from seer.local.pool_plan import FIX as POOL_FIX
 from seer.local.pool_plan import TRY_IMPORT
 

@@ -1,14 +1,15 @@
 """`seer doctor`: is this machine right for Seer, and how fast? From its driver to an engine's tokens.
 
 Invariants:
-- only what runs here is checked: kernels on GPUs, the rest anywhere;
+- only what decides something for its user, and runs here, is checked: `bench/gpu/kernels.py` has what is only
+  about the speed of a GPU's parts;
 - the report says which model was run: of a tiny one, only what it says about right and wrong carries over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,8 @@ import msgspec
 from seer.common.config import Config, dump
 from seer.common.process.devices import visible_devices
 from seer.common.process.scratch import Scratch
-from seer.doctor import kernels
 from seer.doctor.bundle import write_bundle
-from seer.doctor.given import SHIPPED_MODEL
+from seer.doctor.checked_config import SHIPPED_MODEL
 from seer.doctor.output import as_json, counted, show, write
 from seer.doctor.runner import Check, run_checks
 from seer.doctor.verdict import verdict
@@ -47,15 +47,11 @@ _ENGINES = (
     Check("pool", "seer.doctor.pool:check", 300, needs="start"),
     Check("other-kernels", "seer.doctor.same_tokens:other_kernels", 240, needs="start", optional=True),
 )
-_BITS = ("bits", "repeats")
-"""What is right or wrong about kernels comes before engines; how fast they are, if there is time left."""
+_BITS = Check("bits", "seer.doctor.sampler_bits:bits", 150)
+_REPEATS = Check("repeats", "seer.doctor.sampler_bits:repeats", 60)
+"""Threads that race are a GPU's."""
 
-CHECKS = (
-    *_MACHINE,
-    *(check for check in kernels.CHECKS if check.name in _BITS),
-    *_ENGINES,
-    *(replace(check, optional=True) for check in kernels.CHECKS if check.name not in _BITS),
-)
+CHECKS = (*_MACHINE, _BITS, _REPEATS, *_ENGINES)
 """In this order: what others build on comes first. Seconds are upper bounds."""
 
 
@@ -101,6 +97,4 @@ def _with_model(config: Config) -> tuple[Config, dict[str, object]]:
 
 def _applying() -> list[Check]:
     """Return the checks that say something on this machine."""
-    if visible_devices():
-        return list(CHECKS)
-    return [check for check in CHECKS if check in (*_MACHINE, *_ENGINES) or check.name == "bits"]
+    return [check for check in CHECKS if check is not _REPEATS or visible_devices()]

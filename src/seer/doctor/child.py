@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from seer.doctor.lines import ENDED, Report
+from seer.doctor.report_lines import ENDED, Report
 from seer.local.child import die_with
 
 

@@ -16,7 +16,7 @@ from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device
 from seer.common.process.devices import driver_version, visible_devices
 from seer.common.process.scratch import cache_folder
-from seer.doctor.lines import Report
+from seer.doctor.report_lines import Report
 from seer.services.engine.vllm import env
 
 CPU_BUILD = (

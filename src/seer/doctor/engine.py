@@ -24,8 +24,8 @@ from seer.common.errors import SeerError
 from seer.common.process.scratch import private_temporary_folder
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
-from seer.doctor.given import given
-from seer.doctor.lines import Report
+from seer.doctor.checked_config import given
+from seer.doctor.report_lines import Report
 from seer.local.beside import beside
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import Chunk
@@ -112,7 +112,7 @@ def start(report: Report) -> None:
     _say_graphs(report, engine)
     for rank, problem in enumerate(backend.probe.noise_errors()):
         text = f"rank {rank}: the sampler's noise is the reference's, bit for bit"
-        report.expect(not problem, problem or text, "run `seer doctor --kernels`, and report what it says")
+        report.expect(not problem, problem or text, "run `--only bits,repeats`, and report what it says")
 
 
 def _say_graphs(report: Report, engine: Engine) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from seer.common.config import Config
 from seer.common.process.memory import free_bytes
-from seer.doctor.given import given, weight_bytes
-from seer.doctor.lines import Report
+from seer.doctor.checked_config import given, weight_bytes
+from seer.doctor.report_lines import Report
 from seer.local.hardware import EnginePlan, plan_engines
 
 LEAST_FILES = 1024

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seer import __version__
-from seer.doctor.lines import Line
+from seer.doctor.report_lines import Line
 from seer.doctor.runner import Check
 
 

@@ -18,8 +18,8 @@ from msgspec.structs import asdict
 
 from seer.common.config import Config
 from seer.common.endpoints import shards
-from seer.doctor.given import given
-from seer.doctor.lines import Report
+from seer.doctor.checked_config import given
+from seer.doctor.report_lines import Report
 
 CONNECT_SECONDS = 2.0
 SLOW_CLOCK_NS = 1_000.0

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from seer.doctor.lines import ENDED, Line, parse
+from seer.doctor.report_lines import ENDED, Line, parse
 
 _EXIT_SECONDS = 10.0
 """What a process has to end in, after its last line or a kill."""

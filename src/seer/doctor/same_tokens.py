@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
-from seer.doctor.given import given
-from seer.doctor.lines import Report
+from seer.doctor.checked_config import given
+from seer.doctor.report_lines import Report
 from seer.local.hardware import plan_engines
 from seer.local.pool_plan import import_problem
 from seer.verify.cell_run import Job

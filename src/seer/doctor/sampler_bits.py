@@ -17,8 +17,8 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.doctor.device import DEVICE, GPU, INTERPRETED, sampler, wait
-from seer.doctor.lines import Report
-from seer.doctor.rows import KINDS, Rows, drafted, every_parameter, of_kind, random_logits
+from seer.doctor.report_lines import Report
+from seer.doctor.sample_rows import KINDS, Rows, drafted, every_parameter, of_kind, random_logits
 from seer.services.engine.vllm.sampling import torch_sampler, vectors
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.torch_sampler import SampleFunction

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from seer.common.types import MAX_CONTEXT
-from seer.doctor.lines import Figure, Line
+from seer.doctor.report_lines import Figure, Line
 
 ACCEPTED = 0.6
 """Chance that a drafted token is accepted if all before it were: a guess, before there are responses."""

@@ -34,7 +34,7 @@ MOST_KNOWN = 4096
 
 
 class Bearer:
-    """An ASGI application that lets the holders of keys through; `roles`: those that the routes are for."""
+    """An ASGI application that lets holders of keys through; `roles`: the roles that the routes are for."""
 
     def __init__(self, app: ASGIApp, peers: Peers, roles: frozenset[str]) -> None:
         self._app = app

@@ -57,9 +57,8 @@ The group has what was not handed over of its responses, and at least their ends
 
 @dataclass
 class Outcome:
-    """What came of prompts, by their places.
-
-    A weight update ended those that are not in `groups`, and `discarded` tokens with them.
+    """What came of prompts, by their places. A weight update ended the prompts that are not in `groups`, and
+    `discarded` tokens with these prompts.
     """
 
     groups: dict[Place, Group] = field(default_factory=dict)
@@ -98,10 +97,7 @@ class BufferClient:
         return self._client
 
     def engines(self) -> int:
-        """Return how many engines there are, with those that load weights or sleep, but not quarantined ones.
-
-        Raises a 503 if there is none.
-        """
+        """Return the number of engines, asleep and loading ones too, not quarantined ones; or raise 503."""
         _ = self.client
         status = self.status
         if status is None or not (status.engines or status.instances):

@@ -66,7 +66,7 @@ class Control:
     def __init__(self, config: Config, buffer: BufferClient, processes: Collection[Process]) -> None:
         self._model = config.shared.model
         self._models = (self._model, config.gateway.model_name or PurePosixPath(self._model).name)
-        self._config = config.gateway
+        self._on_update, self._seconds = config.gateway.on_update, config.buffer.update_seconds
         self._buffer = buffer
         self._processes = processes
         self._update: asyncio.Task[str] | None = None
@@ -80,7 +80,7 @@ class Control:
         self.paused = True
         await asyncio.gather(*(each.pause(abort=mode == "abort") for each in self._processes))
         if mode == "wait" and not await self._idle():
-            limit = f"{self._config.update_seconds:g} s (gateway.update_seconds)"
+            limit = f"{self._seconds:g} s (buffer.update_seconds)"
             raise HttpError(504, f"paused, but requests are still under way after {limit}")
 
     async def resume(self) -> None:
@@ -134,7 +134,7 @@ class Control:
         return await asyncio.shield(self._update)
 
     async def _load(self, source: str | LoraAdapter, folder: str, field: str, adapter: str = "") -> str:
-        if self._config.on_update == "refuse" and (busy := (await self.counts())["under_way"]):
+        if self._on_update == "refuse" and (busy := (await self.counts())["under_way"]):
             raise HttpError(409, f"{busy} requests are under way (gateway.on_update = refuse): wait for them")
         status = await self._buffer.fresh_status()
         self.loading = Adapter(adapter, folder, status.weight_version + 1) if adapter else None
@@ -143,8 +143,8 @@ class Control:
             live = await self._buffer.client.update_weights(
                 status.weight_version + 1,
                 source,
-                in_flight=_IN_FLIGHT[self._config.on_update],
-                timeout_seconds=self._config.update_seconds,
+                in_flight=_IN_FLIGHT[self._on_update],
+                timeout_seconds=self._seconds,
             )
         except WeightsRefused as error:
             raise HttpError(400, f"{field} = {folder!r}: {error}", field) from error
@@ -163,11 +163,11 @@ class Control:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""
         if mode == "abort":
             await asyncio.gather(*(each.abort() for each in self._processes))
-        await self._prevented(self._buffer.client.sleep(self._config.update_seconds, level=level))
+        await self._prevented(self._buffer.client.sleep(self._seconds, level=level))
 
     async def wake(self, tags: Sequence[SleepTag]) -> None:
         """Have engines take memory again: all, or that with these names."""
-        await self._prevented(self._buffer.client.wake(self._config.update_seconds, tags=tags or None))
+        await self._prevented(self._buffer.client.wake(self._seconds, tags=tags or None))
 
     async def _prevented(self, call: Coroutine[None, None, None]) -> None:
         """Do it. Raises a 409 if another trainer, an update or the order of calls prevents it."""
@@ -193,8 +193,7 @@ class Control:
         return dict(total)
 
     async def _idle(self) -> bool:
-        seconds = self._config.update_seconds
-        return all(await asyncio.gather(*(each.idle(seconds) for each in self._processes)))
+        return all(await asyncio.gather(*(each.idle(self._seconds) for each in self._processes)))
 
     async def instances(self) -> int:
         """Return how many engines there are. Raises a 503 while there is none."""

@@ -44,7 +44,7 @@ UNSUPPORTED = {
 
 
 class ControlCalls(Protocol):
-    """What routes ask of the gateway as a whole: `Control`, or the way to it from a worker process."""
+    """What routes ask of the gateway as a whole: `Control`, or the way to `Control` from a worker process."""
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Control.pause`."""

@@ -4,13 +4,13 @@ A context is the prompt and the answer of a request, as token ids. Only its leng
 hashes of all beginnings of a prompt are computed at once.
 
 Invariants (tests/unit/test_gateway_conversations.py):
-- a prompt that begins with the whole context of an earlier request of its session goes on from that; from the
-  longest, if there are several. Prompts without a session are one session;
-- what goes on is under way until it is answered: nothing else goes on from it;
-- a prompt of a known session that goes on from nothing there, and is not how a conversation of it began, has
-  a rewritten history: it begins a segment. If the session has one conversation that is not under way, it
-  takes its name;
-- a session that is forgotten begins anew, also where a turn of it is under way;
+- a prompt that begins with the whole context of an earlier request of its session goes on from that request;
+  from the longest context, if there are several. Prompts without a session are one session;
+- a conversation that goes on is under way until its request is answered: no other request goes on from it;
+- a prompt of a known session that goes on from no context there, and is no first prompt of the session's
+  conversations, has a rewritten history: the prompt begins a segment. If the session has one conversation
+  that is not under way, the segment takes that conversation's name;
+- a forgotten session begins anew, also where one of its turns is under way;
 - at most `most` conversations are known; the one that was used longest ago is forgotten first.
 
 No token depends on any of this, so a hash that is equal by chance costs time alone.
@@ -78,7 +78,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Answer:
-    """The tokens of the answer to a `turn`; None: it has none, or is no turn."""
+    """The tokens of the answer to a `turn`; None: the turn has no tokens, or is no turn."""
 
     turn: Turn | None = None
     tokens: Tokens | None = None
@@ -101,7 +101,7 @@ class Conversations:
     def open(self, prompts: Iterable[Tokens], session: str | None) -> Iterator[Answer]:
         """Take the one prompt of a request, and what its body puts into the answer.
 
-        Without a session (None) it is no turn of a conversation.
+        Without a session (None) the request is no turn of a conversation.
         """
         if session is None:
             yield Answer()
@@ -144,7 +144,7 @@ class Conversations:
         row["under_way"] = False
 
     def failed(self, turn: Turn) -> None:
-        """Forget a turn that has no answer: it may come again."""
+        """Forget a turn that has no answer: the turn may come again."""
         if self._table["used"][turn.row] != turn.used:
             return
         if turn.kind == "later":
@@ -165,7 +165,7 @@ class Conversations:
         return int(rows[np.argmax(table["length"][rows])]) if len(rows) else None
 
     def _rewritten(self, session: np.uint64, whole: np.uint64) -> int | None:
-        """Return the row that a rewritten history takes, -1: a new one; None: it is no rewritten history."""
+        """Return the row that a rewritten history takes; -1: a new row; None: no rewritten history."""
         rows = np.flatnonzero((self._table["session"] == session) & (self._table["length"] > 0))
         if not len(rows) or np.any(self._table["first"][rows] == whole):
             return None

@@ -52,7 +52,7 @@ class HttpError(SeerError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The answer's headers, beside those that every answer has."""
+        """The answer's headers, beside the headers that every answer has."""
         if self.status in (408, 413):  # what is left of the request's body is not read
             return {"connection": "close"}
         return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
@@ -66,7 +66,8 @@ def bad(param: str, value: object, fix: str) -> HttpError:
 def as_http(error: SeerError) -> HttpError:
     """Return what an HTTP client is told of an error of Seer's client.
 
-    The buffer's refusals are 503: what depends on the request alone was refused before it was submitted.
+    The buffer's refusals are 503: what depends on the request alone was refused before the request was
+    submitted.
     """
     match error:
         case HttpError():

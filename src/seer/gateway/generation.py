@@ -98,7 +98,7 @@ class Generation:
     async def parts(
         self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
     ) -> AsyncGenerator[bytes]:
-        """Yield the parts of a stream as its tokens come. Close it if it is not read to its end."""
+        """Yield the parts of a stream as its tokens come. Close a stream that is not read to its end."""
         places, prompts, seed = self._places(request, asked)
         # A seed gives equal prompts one place: they are generated once, and shown as the choices of each.
         choices: dict[Place, list[int]] = {}
@@ -130,7 +130,7 @@ class Generation:
             yield streamed.last(first + response.index, self._choice(prompt, what, response, asked))
 
     def new_text(self, asked: Asked) -> Callable[[list[int]], TextStream] | None:
-        """Return what makes a decoder for each choice of a stream; None: it has no text."""
+        """Return what makes a decoder for each choice of a stream; None: the stream has no text."""
         if not asked.textual:
             return None
         return lambda prompt: self._text.stream(
@@ -173,7 +173,7 @@ class Generation:
 
 
 def _session(request: Request, asked: Asked) -> str | None:
-    """Return the session of a request that is one turn of a conversation, "" if it has no name; else None."""
+    """Return the session of a request that is one turn of a conversation, "" without a name; else None."""
     one = len(asked.prompts) == 1 and asked.n == 1
     return request.headers.get(SESSION_HEADER, "") if one and asked.converses else None
 

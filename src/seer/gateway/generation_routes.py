@@ -1,8 +1,8 @@
 """Routes of the data address: generation, models, tokens and text.
 
 Invariants:
-- a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
-- `model` is this system's, the live adapter's, or left out; another one is refused by name;
+- a request is submitted once it was read and checked as a whole: a refused request costs no engine time;
+- `model` is the system's model, the live adapter, or left out; another name is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
 - what a request may make long (long texts, templates of its own, pictures) runs in processes that can be
   ended, short texts on a thread: no request holds up others for long.
@@ -250,7 +250,7 @@ class GenerationRoutes:
             raise HttpError(504, late) from error
 
     def _said_of(self, media: Sequence[Placed]) -> Json:
-        """Return what a trainer compares with its own processing: names of images, and what made them."""
+        """Return what a trainer compares with its own processing: image names, and what made the tensors."""
         if not media:
             return {}
         places = [{"name": e.medium.name, "offset": e.offset, "length": e.length} for e in media]

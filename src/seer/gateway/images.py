@@ -38,7 +38,7 @@ Process = Callable[..., Awaitable[Any]]
 
 
 class Images:
-    """`model`: what images can be placed; None: there are none. `process` makes them."""
+    """`model`: which images can be placed; None: none. `process` makes the images' tensors."""
 
     def __init__(self, model: ImageModel | None, process: Process, most: int) -> None:
         if most < MAX_MEDIUM_BYTES:

@@ -1,11 +1,11 @@
 """Has work on requests done in processes that can be ended: the asking side of `jobs`.
 
 Invariants (tests/unit/test_gateway_jobs.py):
-- a job is tried for `QUICK_SECONDS` among the quick ones; one that takes longer begins again among the slow
-  ones, so that no quick one waits for a slow one;
+- a job is tried for `QUICK_SECONDS` among the quick jobs; a job that takes longer begins again among the slow
+  jobs, so that no quick job waits for a slow one;
 - a job that nobody waits for any more is ended;
-- one that was ended by its bounds is refused by its field; the process that forks is started again if it
-  died.
+- a job that was ended by its bounds is refused by its field; the process that forks is started again if that
+  process died.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class JobProcesses:
         return told.result
 
     async def _once(self, request: bytes) -> bytes:
-        """Return the answer of one process; nothing if it was ended."""
+        """Return the answer of one process; nothing if the process was ended."""
         if self._process is None or self._process.poll() is not None:
             self.start()
         mine, theirs = socket.socketpair()

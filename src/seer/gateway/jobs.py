@@ -1,13 +1,13 @@
 """Work on requests in processes of their own: `python -m seer.gateway.jobs FD MODEL TRUST CPU_SECONDS`.
 
-One process reads tokenizer and processor, and forks another for each job: that takes 10 ms, and it can be
-ended at any moment, whatever it does.
+One process reads tokenizer and processor, and forks another process for each job. A fork takes 10 ms, and the
+forked process can be ended at any moment.
 
 Invariants (tests/unit/test_gateway_jobs.py):
 - a job ends when its asker closes the connection, after `CPU_SECONDS` of a core or ten times as long, and if
   it takes more than `MEMORY` bytes, also within a call into C that holds the interpreter;
-- whatever it is given, the answer is a result or an error with status, message and field, or none: it was
-  ended;
+- whatever a job is given, its answer is a result, or an error with status, message and field, or none: the
+  job was ended;
 - the process that forks has one thread, and does no job itself.
 """
 

@@ -25,7 +25,7 @@ _SHOWN = 48
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """The bytes of an image's file, and the part of the request that has them."""
+    """The bytes of an image's file, and the part of the request that has these bytes."""
 
     field: str
     data: bytes

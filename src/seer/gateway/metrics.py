@@ -1,6 +1,6 @@
 """The gateway's counters as Prometheus reads them.
 
-Invariant: each counter of `/server_info` is in it, once.
+Invariant: each counter of `/server_info` is in the text, once.
 """
 
 from __future__ import annotations

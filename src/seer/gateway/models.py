@@ -20,7 +20,7 @@ _MAX_VERSIONS = 1024
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter that a trainer loaded through this gateway; `version`: that of the weights it made."""
+    """An adapter that a trainer loaded through this gateway; `version`: of the adapter's weights."""
 
     name: str
     path: str
@@ -28,7 +28,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class Models:
-    """`path`: the model's folder; `name`: what it is called, by default as the folder."""
+    """`path`: the model's folder; `name`: the model's name, by default the folder's."""
 
     def __init__(self, path: str, name: str, buffer: BufferClient) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class Models:
         self._names: OrderedDict[int, str] = OrderedDict()  # of adapters, by version
 
     def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
-        """Note which adapter is live, and which is about to be: answers of it may come first. None: none."""
+        """Note which adapter is live, and which is about to be: its answers may come first. None: none."""
         self._adapter, self._loading = adapter, loading
         if adapter is not None:
             self._names[adapter.version] = adapter.name
@@ -65,7 +65,7 @@ class Models:
         raise HttpError(404, f"model = {model[:80]!r}: this system has {there}", "model")
 
     def check_version(self, adapter: str, version: int) -> None:
-        """Raise a 409 unless weights of `version` are those of the adapter that was named, if one was."""
+        """Raise a 409 if a request named an adapter, and the weights of `version` are not that adapter's."""
         loading = self._loading
         is_next = loading is not None and (loading.name, loading.version) == (adapter, version)
         if adapter and self._names.get(version) != adapter and not is_next:

@@ -194,7 +194,7 @@ class OpenRequests:
     def _plans(
         self, prompts: Mapping[Place, Tokens], sampling: SamplingParams, media: Sequence[Placed]
     ) -> list[Plan]:
-        """Return the prompts by the sampling that they get: how much of `max_tokens` fits depends on them."""
+        """Return prompts by their sampling: how much of `max_tokens` fits depends on the prompt."""
         capacities = self._buffer.capacities()
         image, most = (
             max((each.length for each in media), default=0),
@@ -289,7 +289,7 @@ class OpenRequests:
             self.abort()
 
     def abort(self) -> None:
-        """End the requests that the buffer works on; those that wait for the end of a pause go on waiting."""
+        """End the requests in the buffer; requests that wait for the end of a pause go on waiting."""
         for request in self._requests:
             if request.under_way and request.task is not None:
                 request.aborted = True

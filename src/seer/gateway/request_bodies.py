@@ -284,7 +284,7 @@ def read_body(kind: type[B], body: bytes) -> B:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse a body of very many values, which would hold up all other requests while it is read."""
+    """Refuse a body of very many values: reading it would hold up all other requests."""
     for signs, most, what in ((",", MAX_VALUES, "values"), ("[{:", MAX_OBJECTS, "arrays, objects and keys")):
         if (found := sum(body.count(sign.encode()) for sign in signs)) > most:
             fix = f"give at most {most}, counted by the signs {' '.join(signs)}: send several requests"
@@ -293,7 +293,7 @@ def _check_size(body: bytes) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector off: it would look through all new objects again and again."""
+    """Keep the garbage collector off, which would look through all new objects again and again."""
     gc.disable()
     try:
         yield

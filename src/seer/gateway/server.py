@@ -1,4 +1,4 @@
-"""The service of `seer gateway`: one process that serves, or several and one that starts and tells them."""
+"""The service of `seer gateway`: one process that serves, or several and one that starts and tells these."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ NAMES = ("data", "control")
 def listen_on_both(config: Config, *, shared: bool = False) -> dict[str, socket.socket]:
     """Bind both addresses; see `listen`.
 
-    Raises `ConfigError` for one that other machines reach if there are no keys and nobody asked for that.
+    Raises `ConfigError` for an address that other machines reach, if there are no keys and
+    `security.insecure` is off.
     """
     settings, bound = config.gateway, dict[str, socket.socket]()
     if bool(settings.tls_certificate) != bool(settings.tls_key):

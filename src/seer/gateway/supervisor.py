@@ -1,8 +1,9 @@
-"""A gateway of several processes: the first starts the others, which serve, and tells them of pauses.
+"""A gateway of several processes: the first starts the others, which serve, and tells the others of pauses.
 
 Invariants:
-- every process that serves is told of a pause, abort or resume before the call that asked for it returns; one
-  that does not answer is killed, and one that starts is paused until it was told the present state;
+- every process that serves is told of a pause, abort or resume before the call that asked for the change
+  returns; a process that does not answer is killed; a process that starts is paused until it was told the
+  present state;
 - a process that ends is replaced, with growing pauses; the gateway ends when none is left;
 - the addresses are the gateway's own: processes share them, nothing else may have them.
 """
@@ -42,7 +43,7 @@ _log = get_logger()
 
 
 class RemoteProcess:
-    """A process that serves, behind `control.Process`. One that has ended has done whatever it is asked."""
+    """A process that serves, behind `control.Process`. An ended process has done all that is asked."""
 
     def __init__(self, link: Link, process: asyncio.subprocess.Process) -> None:
         self._link = link
@@ -165,7 +166,7 @@ class WorkerSupervisor:
             await asyncio.sleep(pause)
 
     async def _run_one(self, ready: asyncio.Future[None], began: list[float]) -> str:
-        """Run one process to its end. Appends the time when it was ready to `began`; returns its problem."""
+        """Run one process to its end. Appends the time of its readiness to `began`; returns its problem."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(

@@ -147,7 +147,7 @@ class ModelText:
         return TextStream(texts, prompt, sampling.stop, () if whole else ends, whole=whole)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special ones and all."""
+        """Return the text of token ids, special tokens included."""
         text: str = self._tokenizer.decode(token_ids)
         return text
 

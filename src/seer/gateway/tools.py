@@ -3,7 +3,7 @@
 Invariants:
 - text that has no well-formed call is content, every character of it;
 - arguments are one JSON text, as clients expect them;
-- read in pieces, a text has the content and the calls that it has as a whole.
+- a text that is read in pieces has the same content and calls as the whole text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 def hermes_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the content before the first call (None: nothing but calls), and the calls as OpenAI has them.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one is malformed, all is content.
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If a call is malformed, the whole
+    text is content.
     """
     try:
         calls = [_call(found) for found in _CALL.findall(text)]

@@ -132,7 +132,7 @@ async def work(end: socket.socket) -> None:
     try:
         loading = Worker(config, transport)
         try:
-            control = RemoteControl(link, config.gateway.update_seconds)
+            control = RemoteControl(link, config.buffer.update_seconds)
             loading.serving.load(control, listen_on_both(config, shared=True))
         except ConfigError as error:
             await link.call("failed", str(error), seconds=CALL_SECONDS)

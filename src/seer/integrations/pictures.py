@@ -32,7 +32,7 @@ NEVER = -100.0
 
 
 class Once:
-    """Stands in for an image processor; what it was first asked for a picture is the answer ever after."""
+    """Stands in for an image processor; the first answer for a picture is the answer ever after."""
 
     def __init__(self, image_processor: Any, most: int | None = None) -> None:  # noqa: ANN401 - Hugging Face's
         self._own = image_processor

@@ -42,7 +42,7 @@ class Keys:
 
 
 def submissions(places: Sequence[Place], prompts: Sequence[Sequence[int]]) -> list[Submission]:
-    """Return what to submit; its responses in order are those of the samples."""
+    """Return what to submit; the responses, in order, are the samples' responses."""
     found: list[Submission] = []
     for place, prompt in zip(places, prompts, strict=True):
         tokens = tuple(prompt)

@@ -1,10 +1,10 @@
-"""A configuration for checks that run beside the system that it configures.
+"""A configuration for checks that run beside a system, made of that system's configuration.
 
 Invariants (tests/process/test_beside.py asserts them):
-- no folder or file of the given configuration is written to, nor is one locked; models, traces and profiles
-  of steps are read;
-- the check listens on no port of the configuration: its sockets are those of a private `LocalSystem`;
-- whatever it writes is in a folder of its own, which is removed in the end.
+- no folder or file of the given configuration is written to or locked; models, traces and profiles of steps
+  are read;
+- the check listens on no port of the configuration, only on the sockets of a private `LocalSystem`;
+- the check writes only into a folder of its own, which is removed in the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def beside(config: Config) -> Iterator[Config]:
 
 
 def _profiles(cache: str, scratch: Path) -> Path:
-    """Copy what engines know of their steps: measured beside others, it must not be kept for them."""
+    """Copy the engines' profiles of steps: what is measured beside a running system must not be kept."""
     own = scratch / "profiles"
     own.mkdir()
     for profile in (Path(cache) if cache else cache_folder()).glob("steps-*.json"):

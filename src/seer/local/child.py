@@ -1,12 +1,12 @@
 """One service as a child process.
 
 Invariants:
-- a child reports on a pipe of its own that it is ready, or why it cannot start; if the pipe closes first, the
-  child has ended;
-- it has its own session and process group: signals from our terminal do not reach it, and its whole group
-  is killed when it ends;
-- it is killed when its parent ends (Linux);
-- its log is appended to when it is started again.
+- a child reports on a pipe of its own that the child is ready, or why it cannot start; if the pipe closes
+  first, the child has ended;
+- a child has its own session and process group: signals from our terminal do not reach the child, and its
+  whole group is killed when the child ends;
+- a child is killed when its parent ends (Linux);
+- a child that is started again appends to its log.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SettingError(StartError, ConfigError):
 
 
 class _StartReport(msgspec.Struct):
-    """The line that a child writes when it is ready, or cannot start."""
+    """The line that a child writes when the child is ready, or cannot start."""
 
     error: str = ""
     code: str = ""

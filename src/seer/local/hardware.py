@@ -36,7 +36,7 @@ class EnginePlan(msgspec.Struct, frozen=True):
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """Cores, devices and memory. `cores` are ordered so that those of one physical core are neighbours."""
+    """Cores, devices and memory. In `cores`, threads of one physical core are neighbours."""
 
     cores: Sequence[int]
     devices: Sequence[Device]

@@ -30,9 +30,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def for_pool(config: Config) -> str:
-    """Enter one if the system will have a KV pool of its own over TCP; return a note for the user, or "".
-
-    Call it while the process has one thread.
+    """Enter a network of its own if the system will have a KV pool of its own over TCP; return a note for the
+    user, or "". Call this while the process has one thread.
     """
     pool = config.pool
     own = pool.kind != "none" and config.engine.backend == "vllm" and is_local(f"tcp://{pool.master}")
@@ -43,7 +42,7 @@ def for_pool(config: Config) -> str:
 
 
 def enter() -> str:
-    """Move this process, and what it will start, into a network of its own; return why it could not move."""
+    """Move this process and its future children into a network of their own; return why that failed."""
     if sys.platform != "linux":
         return "only Linux has network namespaces"
     tried = os.fork()  # where it is forbidden, some steps may succeed all the same

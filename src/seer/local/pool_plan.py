@@ -72,7 +72,7 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
 
 
 def import_problem() -> str:
-    """Return why Mooncake cannot be imported; empty if it can."""
+    """Return why Mooncake cannot be imported; empty: it can be."""
     command = [sys.executable, "-c", TRY_IMPORT]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)

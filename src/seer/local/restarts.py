@@ -25,7 +25,7 @@ HEALTHY_SECONDS = 60.0
 class Restarts:
     """The restarts of one child; `total` counts all of them.
 
-    Since it was healthy, `in_a_row` counts its ends, and `failures` those in a row without a proof.
+    Since the child was healthy, `in_a_row` counts its ends, and `failures` its ends in a row without a proof.
     """
 
     total: int = 0
@@ -33,10 +33,9 @@ class Restarts:
     failures: int = 0
 
     def pause(self, lived: float, *, proved: bool = False) -> float | None:
-        """Return the seconds to wait before a restart; None: give it up.
+        """Return the seconds to wait before a restart; None: give the child up.
 
-        `lived`: seconds from being ready to its end (0: it was never ready). `proved`: it had shown that it
-        works.
+        `lived`: seconds from ready to its end (0: never ready). `proved`: the child had shown that it works.
         """
         healthy = lived >= HEALTHY_SECONDS
         self.in_a_row = 1 if healthy else self.in_a_row + 1

@@ -130,7 +130,7 @@ class LocalSystem:
     With `private`, endpoints are ipc sockets in a folder of the run, and children log into files there, which
     are kept if something failed. Otherwise the configured endpoints are used and children log to stderr.
     With `drain`, leaving waits until trainers have all accepted work. `say` is called with lines for the
-    user.
+    user. `environ` is added to the environment of engines.
     """
 
     def __init__(
@@ -141,7 +141,9 @@ class LocalSystem:
         private: bool = True,
         drain: bool = False,
         say: Callable[[str], None] = lambda line: None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
+        self._given = environ or {}
         self._pool = plan_pool(config.pool, config.engine, private=private)
         self.config = replace(config, pool=self._pool.config)
         self._plans = plan_engines(config.engine, instances)
@@ -248,7 +250,7 @@ class LocalSystem:
         for plan in self._plans:
             config = replace(self.config, engine=plan.config)
             seconds = plan.config.load_seconds + ENGINE_START_SLACK_SECONDS
-            slot = _Slot("engine", plan.config.name, config, plan.environ, seconds)
+            slot = _Slot("engine", plan.config.name, config, {**plan.environ, **self._given}, seconds)
             if plan.shares_device:  # one after the other: engines measure free memory as they start
                 slot.gate = shared
             self._slots.append(slot)

@@ -33,7 +33,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     password_file: Path | None = None
 
     def check(self, host: str, insecure: bool) -> None:
-        """Raise `ConfigError` if it may not be served at this address like that."""
+        """Raise `ConfigError` if these options do not allow to serve at this address."""
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("--tls-certificate and --tls-key belong together: give both, or none")
         if self.client_ca is not None and self.certificate is None:
@@ -88,7 +88,7 @@ def _given(header: str) -> bytes:
 
 
 def read_password(path: Path) -> bytes:
-    """Return `USER:PASSWORD` of a file. Raises `ConfigError` if it has none, or others can read it."""
+    """Return `USER:PASSWORD` of a file. Raises `ConfigError` for a file without, or that others can read."""
     try:
         if path.stat().st_mode & 0o007:
             raise ConfigError(f"--password-file {path}: others can read it: chmod 600 {path}")

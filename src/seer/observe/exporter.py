@@ -5,8 +5,8 @@ the buffer only answers `StatusRequest`s, and this process does the rest.
 
 Invariants (tests/unit/test_exporter.py, tests/process/test_exporter.py):
 - every scrape asks anew, and is answered within `ANSWER_SECONDS` and a little;
-- a buffer that does not answer is `seer_up 0`, and no error; it is found again when it is back;
-- it may do no more than look: an observer's key is enough.
+- a buffer that does not answer is `seer_up 0`, and no error; a buffer that is back is found again;
+- the exporter may only look: an observer's key is enough.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Exporter(Collector):
         return seen
 
     def _note(self, problem: str) -> None:
-        """Log when the buffer goes away, and when it is back."""
+        """Log when the buffer goes away, and when the buffer is back."""
         if problem and not self._problem:
             self._log.warning("the buffer does not answer", endpoint=self._connect, why=problem)
         elif self._problem and not problem:

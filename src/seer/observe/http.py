@@ -27,7 +27,7 @@ CONNECTION_SECONDS = 15.0
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, *arguments: object) -> None:
-        """Log nothing: who scrapes does so every few seconds."""
+        """Log nothing: a scraper asks every few seconds."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):

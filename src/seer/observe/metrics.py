@@ -127,7 +127,7 @@ def families(seen: Seen | None) -> Iterator[Metric]:
 
 
 def value_at(item: object, path: str) -> float | None:
-    """Return a number by its path; None: it is unknown."""
+    """Return a number by its path; None: unknown."""
     found: Any = item
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)

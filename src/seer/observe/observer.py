@@ -20,7 +20,7 @@ from seer.common.endpoints import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity
+from seer.common.net.identity import Identity
 from seer.common.net.keys import Keys, new_name
 from seer.common.net.transport.base import Transport
 
@@ -111,9 +111,10 @@ class Observer:
         return answer
 
     async def look(self, seconds: float) -> Seen:
-        """Return the buffer's state and the figures of the services beside it that answer in time.
+        """Return the buffer's state, and the figures of the other services that answer in time.
 
-        Nobody waits for one that was silent: it is asked all the same, and counts once it has answered.
+        Nobody waits for a service that was silent: the service is asked all the same, and counts once it has
+        answered.
         """
         status = await self.status(seconds)
         found = _services(status)

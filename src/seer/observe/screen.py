@@ -65,7 +65,7 @@ def tokens_per_second(glance: Glance) -> float:
 
 
 def _rates(glance: Glance) -> dict[str, float | None]:
-    """Return tokens/s by engine; None: unknown, as it is new, or was started again."""
+    """Return tokens/s by engine; None: unknown, as the engine is new, or was started again."""
     known = {each.name: each for each in glance.before.instances} if glance.before else {}
     rates: dict[str, float | None] = {}
     for each in glance.now.instances:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from seer.common.errors import InvalidField
-from seer.report.html import page
 from seer.report.log_files import read_timeline
+from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout
 from seer.rollout.files import check_writable, replacing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from seer.common.errors import InvalidField
 from seer.report.log_reader import LogReader
-from seer.report.timeline import Timeline
+from seer.report.records import Timeline
 from seer.services.buffer.log import rows
 
 

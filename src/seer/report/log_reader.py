@@ -13,18 +13,16 @@ import contextlib
 import heapq
 from collections import defaultdict
 
-from seer.common import ids
+from seer.common import ids, wire
 from seer.common.types import TurnSpec
-from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
+from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
 from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep
-from seer.services.buffer.events import Joined, Left
+from seer.services.buffer.events import FromEngine, FromTrainer, Joined, Left, ToEngine, ToLife, ToTrainer
 from seer.services.buffer.log import rows
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
-from seer.services.buffer.weights import events as weight_events
-from seer.services.buffer.weights import instructions as weight_instructions
 
 
 class _Engine:
@@ -116,7 +114,7 @@ class LogReader:
         match event:
             case events.ChunkEnded():
                 self._chunk_ended(event)
-            case events.ChunkRejected(instance, request_id, attempt):
+            case FromEngine(instance, wire.ChunkFailed(request_id=request_id, attempt=attempt)):
                 if self._current(instance, request_id, attempt) is not None:
                     self._close(request_id, End.FAILED)
             case events.GroupsSubmitted():
@@ -126,7 +124,7 @@ class LogReader:
             case Left(instances, died):
                 for name in instances:
                     self._left(name, died=died)
-            case weight_events.UpdateAsked(trainer, version, call_id=ask):
+            case FromTrainer(trainer, wire.UpdateWeights(version=version, call_id=ask)):
                 now = self.timeline.end
                 span = Span(SpanKind.WEIGHTS, now, now, f"weights {version}")
                 self._updates[trainer, ask] = span
@@ -136,21 +134,21 @@ class LogReader:
         match item:
             case instructions.Dispatch():
                 self._dispatched(item)
-            case instructions.Drop(instance, request_id, attempt):
+            case ToEngine(instance, wire.DropChunk(request_id=request_id, attempt=attempt)):
                 if self._current(instance, request_id, attempt) is not None:
                     self._close(request_id, End.DROPPED)
             case instructions.Restore(group_id):
                 self._restored(group_id)
-            case instructions.Refuse():
-                self._refused(item)
+            case ToLife(message=wire.Refused() as refused):
+                self._refused(refused)
             case sleep.GiveUp(instance):
                 self._left(instance, died=True)
-            case weight_instructions.Report(trainer, call_id=ask):
+            case ToTrainer(trainer, wire.WeightsLive(call_id=ask)):
                 self._updated(trainer, ask, "")
-            case weight_instructions.Fail(trainer, call_id=ask, reasons=reasons):
+            case ToTrainer(trainer, wire.WeightsFailed(call_id=ask, reasons=reasons)):
                 self._updated(trainer, ask, "; ".join(filter(None, reasons.values())) or "failed")
-            case sleep.Tell(problem="", asleep=asleep, kv_asleep=kv_asleep):
-                self._slept(asleep or kv_asleep)
+            case ToTrainer(message=wire.Slept(problem="", tags=tags)):
+                self._slept(bool(tags))
 
     # --- what was before the first row -----------------------------------------------------
 
@@ -236,7 +234,7 @@ class LogReader:
             rollout.responses.append(known)
         return known
 
-    def _refused(self, item: instructions.Refuse) -> None:
+    def _refused(self, item: wire.Refused) -> None:
         for prompt_id in item.prompt_ids:
             group_id = ids.group_id(item.rollout_id, prompt_id)
             index = 0
@@ -289,18 +287,19 @@ class LogReader:
         return chunk
 
     def _chunk_ended(self, event: events.ChunkEnded) -> None:
-        chunk = self._current(event.instance, event.request_id, event.attempt)
+        result = event.result
+        chunk = self._current(event.instance, result.request_id, result.attempt)
         if chunk is None:
             return
         response = chunk.response
         most = response.max_tokens
-        if event.count <= 0 or (most and response.generated + event.count > most):
-            self._close(event.request_id, End.FAILED)
+        if result.count <= 0 or (most and response.generated + result.count > most):
+            self._close(result.request_id, End.FAILED)
             return
-        self._close(event.request_id, End.KEPT)
-        chunk.tokens, chunk.preemptions = event.count, event.preemptions
-        response.generated += event.count
-        response.finish = event.finish or ("length" if most and response.generated == most else "")
+        self._close(result.request_id, End.KEPT)
+        chunk.tokens, chunk.preemptions = result.count, result.preemptions
+        response.generated += result.count
+        response.finish = result.finish or ("length" if most and response.generated == most else "")
         if response.finish:
             response.finished = self.timeline.end
 
@@ -321,7 +320,7 @@ class LogReader:
                 self._close(request_id, End.ENGINE_LOST)
             return
         self._left(event.instance, died=True)
-        engine.life = EngineLife(event.instance, event.life, event.capacity, self.timeline.end)
+        engine.life = EngineLife(event.instance, event.life, event.register.capacity, self.timeline.end)
         self.timeline.lives.append(engine.life)
 
     def _left(self, name: str, *, died: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from seer.common.pool import PoolFigures
+from seer.common.pool_metrics import PoolFigures
 from seer.common.types import InstanceStats
 
 GIB = 2**30
@@ -15,7 +15,7 @@ NOBODY = "NOBODY: saves are dropped until an owner holds memory again, which it 
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over instances, as `InstanceStats` counts them; `away`: instances that do not use it for now."""
+    """Totals over instances, as `InstanceStats` has them; `away`: instances that leave the pool alone."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -21,7 +21,7 @@ _LINES = 12
 
 
 def text_of(value: object) -> str:
-    """Return a value's text as it may stand in an SVG file: control characters and markup escaped."""
+    """Return a value's text for an SVG file: control characters and markup escaped."""
     return html.escape(str(printable(str(value))).replace("\n", "\\n"))
 
 
@@ -69,12 +69,12 @@ class Drawing:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{side}>{text_of(value)}</text>')
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
-        """Draw a box, with a text that shows when it is pointed at."""
+        """Draw a box, with a text that shows when a reader points at the box."""
         box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"'
         self._parts.append(f"{box}><title>{text_of(title)}</title></rect>" if title else f"{box}/>")
 
     def bar(self, start: float, end: float, y: float, height: float, kind: str, title: str) -> None:
-        """Draw a box over a time; it is seen however short that is."""
+        """Draw a box over a time, visible however short the time is."""
         left = self.x(start)
         self.rect(left, y, max(0.5, self.x(end) - left - 0.3), height, kind, title)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from seer.common.process.log import printable
-from seer.report.timeline import Chunk, EngineLife, Span
+from seer.report.records import Chunk, EngineLife, Span
 from seer.report.view import RolloutView
 
 Json = dict[str, object]

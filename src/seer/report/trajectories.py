@@ -1,7 +1,7 @@
-"""Turns of a trajectory as one response: its tokens are theirs, and between them it was away.
+"""Turns of a trajectory as one response: it has the tokens of all turns, and was away between turns.
 
 Invariants (tests/unit/test_report_trajectories.py):
-- every turn is in one trajectory, once however often it was submitted; other responses are left alone;
+- every turn is in one trajectory, once, however often the turn was submitted; other responses are left alone;
 - chunks, tokens and times of a rollout are the same before and after.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from seer.report.timeline import Response, Rollout
+from seer.report.records import Response, Rollout
 
 
 def join_turns(rollout: Rollout) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
 from seer.common.policy.tail import before_tail
-from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
+from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 
 BARS = 20_000
@@ -128,7 +128,7 @@ class RolloutView:
         return np.asarray(len(self.rollout.responses) - np.searchsorted(times, edges, "right"), np.float64)
 
     def booked(self, engine: str, edges: Floats) -> Floats:
-        """Return the share of an engine's KV blocks that is booked, by bin; 0 where it is not known."""
+        """Return the booked share of an engine's KV blocks, by bin; 0 where the share is not known."""
         blocks = max((life.capacity.kv_blocks for life in self.lives if life.name == engine), default=0)
         there = self._chunks.get(engine, [])
         return levels(there, [chunk.blocks / max(blocks, 1) for chunk in there], edges)
@@ -245,7 +245,7 @@ def lay_out(view: RolloutView) -> Bars:
 
 
 def _drawn_engines(view: RolloutView, tail: Sequence[Response]) -> list[str]:
-    """Return the engines that are drawn: those that were lost first, then those that ran most of the tail."""
+    """Return the engines that are drawn: lost engines first, then the engines that ran most of the tail."""
     if len(view.engines) <= ENGINES:
         return view.engines
     lost = {life.name for life in view.lost_lives}

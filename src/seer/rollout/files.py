@@ -16,9 +16,9 @@ from typing import Annotated
 
 import msgspec
 
-from seer.client.groups import Group
 from seer.client.media import Placed
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
+from seer.client.results import Group
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.weights.digest import problem_of
@@ -92,7 +92,7 @@ def check_weights(folder: Path) -> None:
 
 
 def tokenizer_of(folder: Path | None) -> Tokenizer | None:
-    """Return a model folder's tokenizer, None if it has none."""
+    """Return a model folder's tokenizer; None: the folder has none."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     return load_tokenizer(folder)

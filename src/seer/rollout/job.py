@@ -48,9 +48,9 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
-from seer.rollout.journal import Journal, model_digest, prompts_digest
 from seer.rollout.pictures import Pictures
 from seer.rollout.progress import showing
+from seer.rollout.rollout_journal import Journal, model_digest, prompts_digest
 
 SLACK_TOKENS = 32
 """Length beyond prompt and output, for drafted tokens that are rejected."""
@@ -179,7 +179,7 @@ def _name_of(job: Job, run_of_job: Mapping[str, str]) -> str:
 
 
 def _number_of(weights_digest: str) -> int:
-    """Return the rollout number for weights; 0 for those that are not known."""
+    """Return the rollout number for weights; 0 for unknown weights."""
     digest = hashlib.blake2b(weights_digest.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") if weights_digest else 0
 

@@ -30,12 +30,13 @@ from msgspec.structs import replace
 from seer.client import Group, Prompt, RolloutClient
 from seer.common.config import BufferConfig, Config, SecurityConfig
 from seer.common.errors import SeerError
-from seer.common.pool import ask_master, read_figures
+from seer.common.pool_metrics import ask_master, read_figures
 from seer.common.types import SamplingParams
 from seer.common.wire import InstanceStatus, Progress
 from seer.local.system import LocalSystem
 from seer.report.pool import pool_use
 from seer.rollout.progress import Show, showing
+from seer.services.engine.planted_fault import PLANTED
 from seer.verify import turns
 from seer.verify.cells import Cell
 from seer.verify.turns import Shown
@@ -96,7 +97,7 @@ class Runner:
         self._prompts = prompts
         self._started = AsyncExitStack()
         self._system: LocalSystem | None = None
-        self._engines: tuple[int, Config] | None = None
+        self._engines: tuple[int, Config, int | None] | None = None
         self._generated: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -106,32 +107,41 @@ class Runner:
         await self._end()
 
     async def run(
-        self, cell: Cell, config: Config, n: int, halfway: int = 0, sampling: SamplingParams | None = None
+        self,
+        cell: Cell,
+        config: Config,
+        n: int,
+        halfway: int = 0,
+        sampling: SamplingParams | None = None,
+        fault: int | None = None,
     ) -> CellRun:
         """Run the prompts, with n responses each; `halfway` in tokens is when an engine is killed.
 
-        `sampling`: None for the job's. Raises `SeerError`s when the system cannot start or go on, or the
-        rollout fails; the next cell then has new engines.
+        `sampling`: None for the job's; `fault`: the position that its engines draw wrongly. Raises
+        `SeerError`s when the system cannot start or go on, or the rollout fails; the next cell then has new
+        engines.
         """
         self.say(f"{cell.name}: {cell.about}")
         try:
             job = replace(self.job, n=n, sampling=sampling or self.job.sampling)
-            found = await self._run(await self._ready(cell, config), cell, job, halfway)
+            found = await self._run(await self._ready(cell, config, fault), cell, job, halfway)
         except BaseException as error:
             await self._end(error)
             raise
         self.say(f"{cell.name}: {found.counters['tokens']} tokens in {found.seconds:.1f} s")
         return found
 
-    async def _ready(self, cell: Cell, config: Config) -> LocalSystem:
+    async def _ready(self, cell: Cell, config: Config, fault: int | None) -> LocalSystem:
         """Return a system whose engines hold no KV: the one that is there if only its buffer differs."""
-        engines = (cell.instances, replace(config, buffer=BufferConfig())) if cell.shares_engines else None
+        asked = cell.instances, replace(config, buffer=BufferConfig()), fault
+        engines = asked if cell.shares_engines else None
         if self._system is not None and engines is not None and engines == self._engines:
             await self._system.restart_buffer(config.buffer)
             await self._system.run(_forget_kv(self._system.endpoint, cell.instances))
             return self._system
         await self._end()
-        system = LocalSystem(config, cell.instances, say=self.say)
+        planted = {} if fault is None else {PLANTED: str(fault)}
+        system = LocalSystem(config, cell.instances, say=self.say, environ=planted)
         self._system = await self._started.enter_async_context(system)
         self._engines, self._generated = engines, {}
         return self._system

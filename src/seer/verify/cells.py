@@ -1,13 +1,13 @@
 """The matrix of `seer verify`: each cell is one way to schedule the same work.
 
 Invariants:
-- the first cell is the reference, and every other one differs from it in what its name says; `sampled` ones
-  are compared with a run that differs from the reference in sampling alone;
-- only cells with `pool` have a KV pool, each one of its own that is empty at first, and only those
-  with `drafts` draft;
-- a cell with a pool or drafts, or whose engine is killed, has engines of its own; others may share them, and
-  find no KV of each other there;
-- a cell that did not do what it is there for (`needs`) proves nothing, and never counts as passed.
+- the first cell is the reference, and every other cell differs from the reference in what its name says;
+  `sampled` cells are compared with a run that differs from the reference in sampling alone;
+- only cells with `pool` have a KV pool, each its own pool that is empty at first, and only cells with
+  `drafts` draft;
+- a cell with a pool or drafts, or whose engine is killed, has engines of its own; other cells may share
+  engines, and find no KV of each other there;
+- a cell without the events that it needs (`needs`) proves nothing, and never counts as passed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from seer.client.groups import Group, Response
+from seer.client.results import Group, Response
 from seer.common.types import SamplingParams
 
 Kind = Literal["token", "finish", "logprob"]

@@ -58,7 +58,7 @@ class Work(msgspec.Struct, frozen=True):
     def grown(self, n: int) -> list[tuple[int, int]]:
         """Return (prompt, response) lengths for n responses per prompt, in order of submission.
 
-        Unknown ones are like known ones.
+        Unknown lengths are like known ones.
         """
         return [
             (prompt, outputs[i % len(outputs)])
@@ -76,7 +76,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit(cell: Cell, base: Config, work: Work, value_bytes: int = 2) -> Fit:
-    """Fit a cell to a workload. `value_bytes` are those of a number of the KV cache."""
+    """Fit a cell to a workload. `value_bytes`: the bytes of one number of the KV cache."""
     cell, why = _chunked(cell, block_size(base), work)
     if why:
         return Fit(cell=cell, n=work.n, why=why)

@@ -2,7 +2,7 @@
 
 Invariants:
 - no engine is loaded unless there is something to judge, and one at a time;
-- the teacher is no engine of a cell, and goes another way than any cell: `forced_text.logits_by_ways`;
+- the teacher is no engine of a cell, and goes another way than any cell: `logit_spread.logits_by_ways`;
 - it runs the reference's configuration; a cell whose engine computes otherwise (tensor
   parallelism) adds its own engine's logits to the ways in which a context was reached;
 - a cell with `ENOUGH_BUGS` has failed: its other mismatches stay unjudged, and are called so.
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from seer.client.groups import Group, Response
 from seer.client.media import Placed
+from seer.client.results import Group, Response
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
 from seer.common.types import SamplingParams
@@ -64,7 +64,7 @@ class _Case:
 
     @property
     def prefilled(self) -> int | None:
-        """What counts as prompt where it is computed at once: all of it, but for what shows images."""
+        """What counts as prompt where a context is computed at once: all but tokens that show images."""
         return len(self.prompt) if self.shown else None
 
     @property
@@ -143,7 +143,7 @@ def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
 
 
 def _evidence(case: _Case, sampling: SamplingParams, dtype: str, backend: VllmBackend, key: int) -> Evidence:
-    from seer.services.engine.vllm.forced_text import logits_by_ways, noisy_values
+    from seer.services.engine.vllm.logit_spread import logits_by_ways, noisy_values
 
     context, prompt_len = case.context, len(case.prompt)
     logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling, case.shown)

@@ -1,8 +1,8 @@
 """Every sampling parameter at once, with values that change what these prompts' responses are.
 
 Invariants (tests/unit/test_verify_cells.py asserts them):
-- no parameter is left at the value that does nothing; those that the user gave stay as they are;
-- stops are what responses of the reference contain beyond `min_tokens`, each in some of them: some responses
+- no parameter is left at the value that does nothing; parameters that the user gave stay as they are;
+- stops are texts and tokens that some responses of the reference contain beyond `min_tokens`: some responses
   end by a text, some by a token, and many go on.
 """
 

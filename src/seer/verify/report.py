@@ -29,8 +29,8 @@ SHOWN_MISMATCHES = 10
 class CellReport(msgspec.Struct, kw_only=True):
     """One cell. `unmet` lists what it should have exercised; `error` why it did not finish.
 
-    `chunk_size` and `n`, responses per prompt, are what it ran with; 0: not chunked. `sampling`: None for
-    that of the whole report.
+    The cell ran with `chunk_size` and `n` responses per prompt; 0: not chunked. `sampling`: None for the
+    whole report's.
     """
 
     name: str
@@ -50,7 +50,7 @@ class CellReport(msgspec.Struct, kw_only=True):
         return [] if self.comparison is None else self.comparison.mismatches
 
     def count(self, verdict: Verdict, *, judged: bool = False) -> int:
-        """Count mismatches of a verdict, or only those that were measured."""
+        """Count mismatches of a verdict, or only measured mismatches."""
         return sum(m.verdict == verdict and (m.gap is not None or not judged) for m in self.mismatches)
 
     @property
@@ -113,7 +113,7 @@ class Report(msgspec.Struct, kw_only=True):
         return sum(cell.count(verdict) for cell in self.cells)
 
     def failures(self) -> list[str]:
-        """Return why this does not pass; empty if it does."""
+        """Return why this report does not pass; empty: it passes."""
         found = []
         if self.reference.unmet:
             found.append(f"{self.reference.name} did not exercise {', '.join(self.reference.unmet)}")

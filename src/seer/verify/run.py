@@ -207,9 +207,10 @@ async def _exercise(
     """
     lengths = [g.prompt_token_ids.size + r.token_ids.size for g in ours for r in g.responses]
     tokens = sum(response.token_ids.size for group in ours for response in group.responses)
-    its = _planted(fit.cell, fit.cell.config(config, lengths), report.fault)
+    its, fault = fit.cell.config(config, lengths), report.fault
+    planted = fault.position if fault is not None and fault.cell == fit.cell.name else None
     for left in range(TRIES - 1, -1, -1):
-        found = await runner.run(fit.cell, its, fit.n, tokens // 2, sampling)
+        found = await runner.run(fit.cell, its, fit.n, tokens // 2, sampling, planted)
         cell = _cell_report(fit, found)
         cell.sampling = sampling
         cell.comparison = compare(ours, found.groups, report.sampling.temperature, report.logprob_tolerance)
@@ -283,13 +284,6 @@ def _files(config: Config) -> list[tuple[str, int, int]]:
     """Return what tells whether the model changed: cells load it one after the other."""
     files = sorted(Path(config.shared.model).iterdir()) if config.shared.model else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _planted(cell: Cell, config: Config, fault: Fault | None) -> Config:
-    if fault is None or fault.cell != cell.name:
-        return config
-    engine = msgspec.structs.replace(config.engine, fault_position=fault.position)
-    return msgspec.structs.replace(config, engine=engine)
 
 
 def _cell_report(fit: Fit, found: CellRun) -> CellReport:

@@ -17,9 +17,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from seer.client import Group, Prompt, RolloutClient
-from seer.client.groups import Response
 from seer.client.media import Placed
 from seer.client.open_rollout import OpenRollout
+from seer.client.results import Response
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Tokens
@@ -41,7 +41,7 @@ Shown = dict[tuple[str, int], Sequence[Placed]]
 
 
 def of_a_turn(sampling: SamplingParams) -> SamplingParams:
-    """Return the parameters of a turn: it may generate its share of a response's tokens."""
+    """Return the parameters of a turn, which may generate its share of a response's tokens."""
     return replace(sampling, max_tokens=max(1, sampling.max_tokens // TURNS))
 
 
@@ -67,7 +67,8 @@ def tool(prompt: Tokens, media: Sequence[Placed], generated: Tokens) -> tuple[To
 def without_placeholders(sampling: SamplingParams, prompts: Sequence[Prompt]) -> SamplingParams:
     """Return parameters with which no placeholder of these prompts' images is sampled.
 
-    In a turn's own output it would be text; sent again in a prompt, it would lack its image, and be refused.
+    In a turn's own output a placeholder would be text; sent again in a prompt, the placeholder would lack its
+    image, and the prompt would be refused.
     """
     seen = ((np.asarray(prompt.token_ids), each) for prompt in prompts for each in prompt.media)
     placeholders = {int(tokens[each.offset]) for tokens, each in seen}

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from seer.common.errors import EngineError
-from seer.services.engine.vllm.kv_pool.store import StoreSettings
+from seer.services.engine.vllm.kv_pool.guarded_store import StoreSettings
 
 BUFFER_BYTES = 2**24
 """Mooncake's buffer for copies, which our calls do not use: they pass addresses."""

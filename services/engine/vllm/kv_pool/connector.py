@@ -30,10 +30,11 @@ from seer.common.policy.fetch_choice import NEVER, FetchChoice
 from seer.common.process.log import get_logger
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
+from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
 from seer.services.engine.vllm.kv_pool.connect import open_store
-from seer.services.engine.vllm.kv_pool.copies import KvRegions
+from seer.services.engine.vllm.kv_pool.guarded_store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
-from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
+from seer.services.engine.vllm.kv_pool.store_calls import CALL_SECONDS
 from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def transfer_config(pool: PoolConfig) -> dict[str, Any]:
         protocol=pool.protocol,
         device=pool.device,
         lease_seconds=pool.lease_seconds,
-        call_seconds=pool.call_seconds,
+        call_seconds=CALL_SECONDS,
         staging_mib=pool.staging_mib,
     )
     return {

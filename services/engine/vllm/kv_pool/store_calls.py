@@ -22,6 +22,9 @@ from seer.common.process.log import get_logger
 from seer.services.engine.vllm.kv_pool.call_thread import CallThread
 from seer.services.engine.vllm.kv_pool.circuit_breaker import CircuitBreaker
 
+CALL_SECONDS = 2.0
+"""An engine's deadline of a call into the pool, later it counts as a miss: computing is faster by then."""
+
 _log = get_logger()
 
 

@@ -179,7 +179,7 @@ def _make_keys(folder: Path) -> dict[str, KeyTexts]:
 
 
 def _endpoints(host: str) -> Endpoints:
-    """Return endpoints at ports of this node that are free now; a service that starts again keeps its own."""
+    """Return endpoints at ports of this node that are free now; a restarted service keeps its endpoint."""
     names = [name for name in Endpoints.__struct_fields__ if name != "bind_host"]
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):

@@ -46,7 +46,7 @@ def sampling_params(given: Mapping[str, Any] | None) -> SamplingParams:
 class SeerInferenceClient(InferenceEngineInterface):
     """`endpoint` is the buffer's; `tokenizer` decodes responses; `seed` is part of the noise keys.
 
-    It connects when it is first used, in the loop that uses it. What is pickled is not connected.
+    The client connects when it is first used, in the loop of that use. A pickled client is not connected.
     """
 
     def __init__(self, endpoint: str, tokenizer: Any, model_name: str, seed: int) -> None:

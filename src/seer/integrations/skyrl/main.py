@@ -81,7 +81,7 @@ def run(cfg: SkyRLTrainConfig) -> None:
 
 
 def main() -> None:
-    """Train with the command line's options. Raises `InvalidField` for those that Seer does not support."""
+    """Train with the command line's options. Raises `InvalidField` for options that Seer does not support."""
     cfg = SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
     check_config(cfg)
     validate_cfg(cfg)

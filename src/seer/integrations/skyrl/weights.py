@@ -3,7 +3,7 @@
 Invariants:
 - every rank takes part in gathering the weights, and rank 0 alone sends them;
 - names and types are those of the checkpoint in `trainer.policy.model.path`; a tensor that only SkyRL or only
-  the checkpoint has is an error that names it;
+  the checkpoint has is an error that names the tensor;
 - each update has a version of its own, above the live one.
 """
 
@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from seer.client import RolloutClient
 from seer.common.errors import InvalidField, WeightsRefused
-from seer.integrations.hf import CheckpointCopy
+from seer.integrations.checkpoint_names import CheckpointCopy
 
 MODEL = "trainer.policy.model.path"
 

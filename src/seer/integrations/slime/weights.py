@@ -1,4 +1,4 @@
-"""slime's hook after a checkpoint was written: has Seer's engines load it.
+"""slime's hook after a checkpoint was written: Seer's engines load the checkpoint.
 
 Invariants:
 - rank 0 alone asks for the update, when all ranks have written;
@@ -16,10 +16,9 @@ from seer.integrations.slime.settings import endpoint
 
 
 def update_weights(args: Namespace, version_dir: str, rollout_engines: object) -> None:
-    """Have all engines load the checkpoint in `version_dir`; returns when it is live.
-
-    slime calls it on every rank: `--custom-update-weight-post-write-path`. Raises `InvalidField`,
-    `WeightsRefused`, `Unreachable`.
+    """Have all engines load the checkpoint in `version_dir`; returns when the weights are live. slime calls
+    this on every rank: `--custom-update-weight-post-write-path`. Raises `InvalidField`, `WeightsRefused`,
+    `Unreachable`.
     """
     if torch.distributed.get_rank() != 0:
         return

@@ -85,9 +85,7 @@ class SeerRollout:
 
 
 def token_ids(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Ids]:
-    """Return the ids of strings or of lists of messages, exactly as TRL tokenizes them for its own
-    engines.
-    """
+    """Return the ids of strings or of lists of messages, exactly as TRL tokenizes for its own engines."""
     if all(isinstance(prompt, str) for prompt in prompts):
         return [tuple(ids) for ids in trainer.processing_class(text=list(prompts))["input_ids"]]
     for position, prompt in enumerate(prompts):

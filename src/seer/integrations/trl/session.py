@@ -2,10 +2,10 @@
 
 Invariants:
 - every response is of the trainer's current weights, or an error;
-- weights are sent once for each optimizer step, unless another trainer sent its own since: an adapter alone,
-  if engines then have the bits that merging would give them;
-- only the main process sends weights and first turns; a later turn is asked for by its own process, as
-  processes may have different numbers of turns. Its errors are raised in every process;
+- weights are sent once for each optimizer step, and again if another trainer sent weights since; an adapter
+  is sent alone if engines then have the bits that merging here would give;
+- only the main process sends weights and first turns, and its errors are raised in every process; each
+  process asks for its own later turns, as processes may have different numbers of turns;
 - a wait ends with `deadline_seconds`, if given, and what is unfinished is given up.
 """
 
@@ -27,7 +27,6 @@ from seer.client import (
     PromptInFlight,
     RolloutClient,
     SamplingParams,
-    SeerError,
     SyncRolloutClient,
     WeightsLive,
     WeightsRefused,
@@ -35,7 +34,7 @@ from seer.client import (
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
 from seer.common.media import Medium, read
-from seer.integrations.hf import checkpoint_tensors
+from seer.integrations.checkpoint_names import checkpoint_tensors
 from seer.integrations.trl.ranks import gathered, merged_on_main, on_main
 from seer.integrations.trl.settings import sampling_params
 from seer.integrations.trl.turns import Context, Sample, Submission, first_turns, later_turn
@@ -113,7 +112,7 @@ class Session:
     ) -> list[Sampled]:
         """Return a sample for each prompt of this process; `size` in a row, over all of them, are a group.
 
-        `images` are those of the prompts, by name.
+        `images` are the prompts' images, by name.
         """
         sampling = sampling_params(trainer)
         everyone = gathered(trainer.accelerator, list(prompts))
@@ -196,7 +195,7 @@ class Session:
             )
 
     def _update_adapter(self, trainer: GRPOTrainer, version: int) -> WeightsLive | None:
-        """Update by the adapter alone; None if it has to be merged, which is decided once."""
+        """Update by the adapter alone; None if the adapter has to be merged, which is decided once."""
         if self._merged is None:
             self._merge(trainer, why_merged(trainer))
         if self._merged:
@@ -223,10 +222,6 @@ class Session:
             live = self._client.update_weights(version, adapter_alone(model, state, base))
         except (InvalidField, WeightsRefused) as error:
             return str(error)
-        except SeerError as error:
-            if type(error) is not SeerError:
-                raise
-            return str(error)  # the buffer is of an earlier release
         self._base = base
         _log.info("the adapter is sent alone")
         return live

@@ -18,7 +18,7 @@ import numpy as np
 from seer.client import LoraAdapter
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.integrations.hf import checkpoint_tensors, unwrapped
+from seer.integrations.checkpoint_names import checkpoint_tensors, unwrapped
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -107,7 +107,7 @@ def adapter_alone(model: PeftModel, state: Mapping[str, Tensor], base: str) -> L
 
 
 def why_merged(trainer: GRPOTrainer) -> str:
-    """Return why the trainer's adapter cannot be sent alone, whatever its base is; empty: it can.
+    """Return why the trainer's adapter cannot be sent alone, whatever its base is; empty: the adapter can.
 
     Processes need not take part, and all get the same answer.
     """
@@ -129,7 +129,8 @@ def why_merged(trainer: GRPOTrainer) -> str:
 def base_digest(model: PeftModel, state: Mapping[str, Tensor], folder: Path) -> str:
     """Return the digest that the trainer's base has as a checkpoint like `folder`.
 
-    Raises `InvalidField` if engines that merge the adapter into it would get other bits than the trainer.
+    Raises `InvalidField` if engines that merge the adapter into the base would get other bits than the
+    trainer.
     """
     import torch
 

@@ -63,7 +63,7 @@ class Request:
 
     @property
     def media(self) -> list[Placed]:
-        """The images as the client takes them."""
+        """The images in the form that the client takes."""
         pairs = zip(self.images, self.places, strict=True)
         return [Placed(image, place.offset, place.length) for image, place in pairs]
 

@@ -48,7 +48,7 @@ ASK: ContextVar[Callable[[Request], Awaitable[TokenOutput]]] = ContextVar("seer_
 
 
 class SeerClient(LLMServerClient):
-    """Takes the place of veRL's client; it is pickled into each worker, and connects there."""
+    """Takes the place of veRL's client; this object is pickled into each worker, and connects there."""
 
     def __init__(self, config: Any, load_balancer_handle: Any) -> None:
         super().__init__(config, load_balancer_handle)
@@ -109,7 +109,7 @@ class SeerClient(LLMServerClient):
 
 
 class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # Ray's own forbids heirs
-    """Tells the client which prompt and session a request is of; each picture is processed once in it."""
+    """Tells the client the prompt and session of a request; each picture is processed once here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -18,7 +18,7 @@ One that was forgotten meanwhile is processed anew, by the same processor."""
 
 
 class Pictures:
-    """Makes a processor process each picture once. `biases`: with them no placeholder is sampled."""
+    """Makes a processor process each picture once. With `biases` no placeholder is sampled."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -28,7 +28,7 @@ class Pictures:
 
     @classmethod
     def of(cls, processor: Any) -> Self | None:
-        """Return the pictures of a processor; None: it has none."""
+        """Return the pictures of a processor; None: the processor has none."""
         return None if getattr(processor, "image_processor", None) is None else cls(processor)
 
     def located(self, tokens: Sequence[int], pictures: Sequence[object] | None) -> list[Placed]:

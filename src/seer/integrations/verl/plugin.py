@@ -1,6 +1,6 @@
 """Registers Seer with veRL; veRL loads this module, an entry point of group `verl.plugins`, in every process.
 
-Invariant: an error here never keeps veRL from starting, as veRL hides it: it is said in a warning.
+Invariant: an error here never keeps veRL from starting. As veRL hides such errors, a warning names the error.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """A name that no other session of a step has, once it has asked."""
+        """A name that no other session of a step has, once the session has asked."""
         return f"{self.group}-s{self.index}"
 
 
@@ -90,7 +90,7 @@ class Turns:
         self._trajectories.end(session.name)
 
     def _weights_are(self, version: int) -> None:
-        """Begin a rollout for weights that are new: nothing of the old ones is of use any more."""
+        """Begin a rollout for new weights: nothing of the old weights is of use any more."""
         if version != self._version:
             self._version = version
             self._rollout.close()

@@ -2,10 +2,10 @@
 
 Invariants:
 - every rank takes part in gathering the weights, and rank 0 alone sends them;
-- names and types are those of the checkpoint that veRL and the engines were started with; a tensor that
-  only veRL or only the checkpoint has is an error that names it;
-- each update has a version of its own, above the live one; the server knows which step it is of;
-- engines that sleep wake in veRL's order: the weights, the update of them, then the KV cache.
+- names and types are those of the checkpoint that veRL and the engines were started with; a tensor that only
+  veRL or only the checkpoint has is an error that names the tensor;
+- each update has a version of its own, above the live one; the server knows the step of each version;
+- engines that sleep wake in veRL's order: the weights' memory, the update of the weights, then the KV cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from seer.client import RolloutClient
 from seer.common.errors import InvalidField, WeightsRefused
-from seer.integrations.hf import CheckpointCopy
+from seer.integrations.checkpoint_names import CheckpointCopy
 from seer.integrations.verl.config import settings
 from seer.integrations.verl.server import find_server
 
@@ -31,7 +31,7 @@ class SeerRollout(BaseRollout):
     """One per rank of the actor."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Wake these of engines that sleep: `weights` before an update of them, `kv_cache` after it."""
+        """Wake these tags of engines that sleep: `weights` before the update, `kv_cache` after the update."""
         if self._has_engines_sleep():
             await find_server().wake_up.remote(tags)
 

@@ -1,0 +1,93 @@
+"""What a client hands out: groups of responses, checked as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from seer.client.prompts import Prepared
+from seer.client.text import Tokenizer, response_text
+from seer.common.detokenizer import Detokenizer
+from seer.common.types import FinishReason, SamplingParams
+from seer.common.wire import GroupDone, Logprobs, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response. `token_ids`: int32 [length], `logprobs`: float32 [length], length >= 1.
+
+    `text` (None without a tokenizer) is without the stop string or token that ended it. `stop_reason` is
+    that string or the stop token id as text, empty when the response ran to max_tokens.
+    """
+
+    index: int
+    token_ids: Tokens
+    logprobs: Logprobs
+    text: str | None
+    finish_reason: FinishReason
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All n responses to one prompt, in index order, and how they were scheduled."""
+
+    prompt_id: str
+    prompt_token_ids: Tokens
+    metadata: Mapping[str, object]
+    weight_version: int
+    weights_digest: str
+    responses: tuple[Response, ...]
+    chunks: int
+    migrations: int
+    preemptions: int
+
+
+def malformed(message: GroupDone, n: int) -> str:
+    """Return what is wrong with a message that should have n responses; empty: nothing."""
+    counts = {len(message.finish_reasons), len(message.stop_reasons), len(message.lengths)}
+    if counts != {n}:
+        return f"{sorted(counts)} responses where {n} were asked for"
+    if min(message.lengths) < 1:
+        return f"response {message.lengths.index(min(message.lengths))} is empty"
+    if not sum(message.lengths) == message.tokens.size == message.logprobs.size:
+        return f"{message.tokens.size} tokens and {message.logprobs.size} logprobs for {sum(message.lengths)}"
+    return ""
+
+
+def group_of(
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
+) -> Group:
+    """Return a message's group; `malformed` found nothing wrong with the message."""
+    return Group(
+        prompt_id=prompt.id,
+        prompt_token_ids=prompt.token_ids,
+        metadata=prompt.metadata,
+        weight_version=message.weight_version,
+        weights_digest=message.weights_digest,
+        responses=tuple(_responses(message, prompt, tokenizer, sampling)),
+        chunks=message.chunks,
+        migrations=message.migrations,
+        preemptions=message.preemptions,
+    )
+
+
+def _responses(
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
+) -> Iterable[Response]:
+    start, detokenizer = 0, None if tokenizer is None else Detokenizer.of(tokenizer)
+    before = [] if detokenizer is None else prompt.token_ids.tolist()
+    for index, length in enumerate(message.lengths):
+        token_ids = message.tokens[start : start + length]
+        stop_reason, text = message.stop_reasons[index], None
+        if detokenizer is not None:
+            text = response_text(detokenizer, before, token_ids.tolist(), stop_reason, sampling)
+        yield Response(
+            index=index,
+            token_ids=token_ids,
+            logprobs=message.logprobs[start : start + length],
+            text=text,
+            finish_reason=message.finish_reasons[index],
+            stop_reason=stop_reason,
+        )
+        start += length

@@ -1,0 +1,411 @@
+"""The mover of bytes: files that come in parts, who gives parts of them away, and who fetches them.
+
+Invariants (tests/unit/test_blobs.py, tests/cluster/test_fan_out.py, tests/cluster/test_weight_copies.py):
+- a blob has exactly the parts whose checksums were right, and no part is asked for again once it is there;
+- who waits for a part gets it, or hears why it never comes; a bounded number of questions wait, and a reader
+  that does not read delays no other;
+- a blob is fetched from the first source that gives it, and what that one did not give from the next;
+- a reader on the sender's machine needs nothing sent: it finds the sender's token in the folder;
+- no wait for an answer is longer than the source's patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from seer.common import wire
+from seer.common.errors import SeerError
+
+FILE = "model.safetensors"
+"""A blob's file in its folder; who can read that folder may read it there."""
+
+NOTES = "stream.json"
+"""File beside it: its size, and a token by which a reader knows that it sees the same folder."""
+
+FILE_MODE = 0o600
+
+MAX_DAMAGED = 16
+"""Parts in a row that may arrive damaged, and are asked for again, before their source is given up."""
+
+AT_ONCE = 16
+"""Parts that are read from disk at once: 32 MiB."""
+
+ASK_SECONDS = 5.0
+"""Wait for an answer before questions are asked again: messages can be lost."""
+
+POLL_SECONDS = 0.05
+"""Pause between two questions about a blob that still grows on this machine."""
+
+Question = wire.OpenSpool | wire.ReadSpool
+Answer = wire.SpoolState | wire.SpoolData
+Reply = Callable[[bytes, Answer], Awaitable[None]]
+"""Sends an answer to a peer's address; the answer is lost if the peer does not read."""
+
+
+class EndedForAll(ValueError):  # noqa: N818 - reads as what it says at the call site
+    """Nobody will have more of a blob: no other source need be asked."""
+
+
+# --- files: every function may block as long as the disk does, and raises `OSError` ---------------
+
+
+def checksum(data: wire.Bytes) -> int:
+    """Return the CRC-32 of a part."""
+    return zlib.crc32(data.data)
+
+
+def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0) -> None:
+    """Write into a file from `offset` on; `flags`: of `os.open`, beside those for writing.
+
+    Opens the file for each part, so that a caller may abandon the thread that this runs on.
+    """
+    opened = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, FILE_MODE)
+    try:
+        left = data.data
+        while left:
+            written = os.pwrite(opened, left, offset)
+            left, offset = left[written:], offset + written
+    finally:
+        os.close(opened)
+
+
+def read_at(file: Path, offset: int, length: int) -> wire.Bytes:
+    """Return `length` bytes of a file from `offset` on."""
+    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(opened, length, offset)
+    finally:
+        os.close(opened)
+    if len(data) < length:
+        raise OSError(f"{file.name} is shorter than it was")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def on_this_machine(state: wire.SpoolState) -> bool:
+    """Whether the sender's folder is readable here: it holds the token that the sender named."""
+    try:
+        return bool(state.token) and state.token in (Path(state.folder) / NOTES).read_text()
+    except (OSError, ValueError):
+        return False
+
+
+# --- a blob ------------------------------------------------------------------------------------
+
+
+class Blob:
+    """A file of `size` bytes in `folder` that comes in parts, in any order, and is read meanwhile.
+
+    `token` is in its notes, by which readers on this machine know the folder; empty: they do not use it.
+    The first `have` bytes are there without gaps.
+    """
+
+    def __init__(self, name: str, size: int, folder: Path, token: str = "", have: int = 0) -> None:
+        self.name, self.size, self.folder, self.token, self.have = name, size, folder, token, have
+        self.file = folder / FILE
+        self._ahead: dict[int, int] = {}  # lengths of the parts behind a gap, by their offsets
+        self._end = ""
+        self._changed = asyncio.Event()
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that are there."""
+        return self.have + sum(self._ahead.values())
+
+    def state(self, *, resend: bool = False, problem: str = "") -> wire.SpoolState:
+        """Return what is said about it."""
+        return wire.SpoolState(
+            name=self.name, size=self.size, have=self.have, resend=resend, folder=str(self.folder),
+            token=self.token, problem=problem,
+        )  # fmt: skip
+
+    def begin(self, fix: str) -> None:
+        """Create the file, or take over one of this size, and the notes. Blocks.
+
+        Raises `OSError`, or `ValueError` with the `fix` if there is no room.
+        """
+        if not self.file.exists() or self.file.stat().st_size != self.size:
+            self.file.unlink(missing_ok=True)
+            if self.size > (free := shutil.disk_usage(self.folder).free):
+                raise ValueError(f"{self.size} bytes do not fit into {self.folder} ({free} free): {fix}")
+        os.close(os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        self.note(whole=False)
+
+    def note(self, *, whole: bool) -> None:
+        """Write the notes; `whole`: all bytes are there, for a later life of this process. Blocks."""
+        notes = json.dumps({"size": self.size, "token": self.token, "whole": whole}).encode()
+        write_at(self.folder / NOTES, 0, np.frombuffer(notes, np.uint8), os.O_CREAT | os.O_TRUNC)
+
+    def length(self, offset: int) -> int:
+        """Return the bytes of the part at an offset."""
+        return min(wire.SPOOL_BYTES, self.size - offset)
+
+    def has(self, offset: int) -> bool:
+        """Return whether the part at an offset is there."""
+        length = self.length(offset)
+        return self.have >= offset + length or self._ahead.get(offset) == length
+
+    def store(self, part: wire.SpoolData) -> bool:
+        """Write a part into the file unless it is damaged; return whether it was written. Blocks."""
+        if valid := checksum(part.data) == part.checksum:
+            write_at(self.file, part.offset, part.data)
+        return valid
+
+    def read(self, offset: int) -> wire.SpoolData:
+        """Return a part that is there. Blocks; raises `OSError`."""
+        data = read_at(self.file, offset, self.length(offset))
+        return wire.SpoolData(name=self.name, offset=offset, checksum=checksum(data), data=data)
+
+    async def write(self, part: wire.SpoolData) -> bool:
+        """Store a part unless it is damaged, or not whole; return whether that was done. Raises `OSError`."""
+        valid = len(part.data) == self.length(part.offset) and await asyncio.to_thread(self.store, part)
+        if valid:
+            self.came(part.offset, len(part.data))
+        return valid
+
+    async def link(self, folder: Path) -> bool:
+        """Take the whole file of another copy, in `folder`; return whether that could be done."""
+        if linked := await asyncio.to_thread(_linked, folder / FILE, self.file, self.size):
+            self.came(0, self.size)
+        return linked
+
+    def came(self, offset: int, length: int) -> None:
+        """Note bytes that are in the file now."""
+        self._ahead[offset] = length
+        for start in sorted(self._ahead):
+            if start <= self.have:
+                self.have = max(self.have, start + self._ahead.pop(start))
+        self._wake()
+
+    def end(self, why: str) -> None:
+        """Give no part of it away any more: who waits for one, or asks, hears why."""
+        self._end = why
+        self._wake()
+
+    async def part(self, offset: int, disk: asyncio.Semaphore) -> wire.SpoolData:
+        """Return a part as soon as it is there; `disk`: bound on reads. Raises `ValueError` or `OSError`."""
+        if not 0 <= offset < self.size:
+            raise ValueError("has no such bytes")
+        while not (self._end or self.has(offset)):
+            await self._changed.wait()
+        async with disk:
+            part = None if self._end else await asyncio.to_thread(self.read, offset)
+        if part is None or self._end:  # also if it ended while it was read: its file may be another's by now
+            raise ValueError(self._end)
+        return part
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _linked(theirs: Path, ours: Path, size: int) -> bool:
+    """Have `ours` be the same file as `theirs`; False if the system allows no such link, or it is gone."""
+    other = ours.with_suffix(".link")
+    try:
+        if whole := theirs.stat().st_size == size:
+            os.link(theirs, other)
+            other.replace(ours)
+    except OSError:
+        return False
+    return whole
+
+
+# --- giving and taking ---------------------------------------------------------------------------
+
+
+class Turns:
+    """Does jobs one after the other. At most `most` wait, and `most_parts` of those that bring a part.
+
+    Those beyond are dropped: peers ask again, and send again what was not answered.
+    """
+
+    def __init__(self, most: int, most_parts: int) -> None:
+        self.queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue(most)
+        self._parts, self._most_parts = 0, most_parts
+
+    def add(self, job: Callable[[], Awaitable[None]], *, part: bool = False) -> None:
+        """Do a job in its turn; `part`: it brings one."""
+        if not self.queue.full() and not (part and self._parts >= self._most_parts):
+            self._parts += part
+            self.queue.put_nowait((job, part))
+
+    async def run(self) -> NoReturn:
+        """Do the jobs until cancelled."""
+        while True:
+            job, part = await self.queue.get()
+            self._parts -= part
+            await job()
+
+
+class Readers:
+    """Answers who reads blobs, the disk `AT_ONCE` of them at a time.
+
+    At most `most` questions wait; those beyond it are asked again.
+    `find(name)` returns a blob, or why there is none; empty: it has not begun.
+    """
+
+    def __init__(self, find: Callable[[str], Blob | str], most: int) -> None:
+        self._find, self._most = find, most
+        self.reads: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}
+        self._disk = asyncio.Semaphore(AT_ONCE)
+
+    async def answer(self, reply: Reply, address: bytes, question: Question) -> None:
+        """Answer a question, that for a part as soon as it can be."""
+        name, blob = question.name, self._find(question.name)
+        if isinstance(blob, str):
+            await reply(address, wire.SpoolState(name=name, size=0, have=0, problem=blob))
+        elif isinstance(question, wire.OpenSpool):
+            await reply(address, blob.state())
+        elif (key := (address, name, question.offset)) not in self.reads and len(self.reads) < self._most:
+            self.reads[key] = task = asyncio.create_task(self._read(reply, address, blob, question.offset))
+            task.add_done_callback(lambda _: self.reads.pop(key))
+
+    async def _read(self, reply: Reply, address: bytes, blob: Blob, offset: int) -> None:
+        answer: Answer
+        try:
+            answer = await blob.part(offset, self._disk)
+        except ValueError as error:
+            answer = blob.state(problem=str(error))
+        except OSError as error:
+            answer = blob.state(problem=f"cannot be read: {error}")
+        await reply(address, answer)
+
+    def close(self) -> None:
+        """Answer no more."""
+        for task in self.reads.values():
+            task.cancel()
+
+
+# --- fetching ------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Where a blob of `size` bytes comes from; 0: not known yet."""
+
+    size: int
+
+    async def fetch(self, blob: Blob) -> None:
+        """Fetch what is missing. Raises `SeerError` or `ValueError`: try another source; or `OSError`."""
+        ...
+
+
+async def fetch(blob: Blob, sources: Sequence[Asked], last: Source) -> None:
+    """Fetch a blob from the first source that gives it, and what that one did not give from the next.
+
+    Raises what the last one raises.
+    """
+    for source in sources:
+        try:
+            await source.fetch(blob)
+        except EndedForAll:
+            raise
+        except (SeerError, ValueError) as error:
+            source.left(error)
+        else:
+            return
+    await last.fetch(blob)
+
+
+class Asked:
+    """A source that answers questions about the blob `name`. `here`: whether its folder is on this machine.
+
+    `patience` decides how long it is asked: subclasses have one each.
+    """
+
+    here: Callable[[wire.SpoolState], bool] = staticmethod(on_this_machine)
+
+    def __init__(
+        self, name: str, send: Callable[[Any], Awaitable[None]], receive: Callable[[], Awaitable[Any]]
+    ) -> None:
+        self.name, self._send, self._receive = name, send, receive
+        self.silent = 0.0
+        """Seconds for which it has been asked in vain."""
+        self.had: int | None = None
+        """Bytes that it had when it last said so."""
+        self.size = 0
+        """Bytes of the blob, once it said so."""
+
+    async def patience(self) -> float:
+        """Return how long to wait for an answer now. Raises `ValueError`: give this source up."""
+        raise NotImplementedError
+
+    async def ask(self, question: Question) -> None:
+        """Send a question, which may be lost."""
+        await self._send(question)
+
+    async def state(self) -> wire.SpoolState:
+        """Return what it says of the blob. Raises `ValueError`."""
+        question = wire.OpenSpool(name=self.name)
+        await self.ask(question)
+        while not isinstance(answer := await self.next([question]), wire.SpoolState):
+            pass
+        return answer
+
+    async def next(self, questions: Sequence[Question]) -> Answer:
+        """Return the next answer, and repeat `questions` while there is none. Raises `ValueError`."""
+        while True:
+            wait = min(await self.patience(), ASK_SECONDS)
+            try:
+                async with asyncio.timeout(wait):
+                    answer = await self._receive()
+            except TimeoutError:
+                self.silent += wait
+                for question in questions:
+                    await self.ask(question)
+                continue
+            if not isinstance(answer, wire.SpoolState | wire.SpoolData) or answer.name != self.name:
+                continue
+            self.silent = 0.0
+            if isinstance(answer, wire.SpoolState):
+                if answer.problem:
+                    raise ValueError(answer.problem)
+                self.had, self.size = answer.have, answer.size or self.size
+            return answer
+
+    async def whole_here(self, check: Callable[[int], None] = lambda size: None) -> Path | None:
+        """Return its folder once all is there; None: that is not on this machine.
+
+        Raises `ValueError`, or what `check` raises for the blob's size.
+        """
+        while True:
+            state = await self.state()
+            if state.size:
+                check(state.size)
+                if not await asyncio.to_thread(self.here, state):
+                    return None
+                if state.have >= state.size:
+                    return Path(state.folder)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def left(self, why: Exception) -> None:
+        """Hear that it is left for the next source."""
+
+    async def fetch(self, blob: Blob) -> None:
+        """Copy what is missing, `SPOOL_WINDOW` parts requested ahead. Raises `ValueError` or `OSError`."""
+        offsets = (at for at in range(0, blob.size, wire.SPOOL_BYTES) if not blob.has(at))
+        asked, damaged = dict[int, wire.ReadSpool](), 0
+        while True:
+            while len(asked) < wire.SPOOL_WINDOW and (offset := next(offsets, None)) is not None:
+                asked[offset] = wire.ReadSpool(name=self.name, offset=offset)
+                await self.ask(asked[offset])
+            if not asked:
+                return
+            part = await self.next(list(asked.values()))
+            if not isinstance(part, wire.SpoolData) or part.offset not in asked:
+                continue
+            if await blob.write(part):
+                del asked[part.offset]
+                damaged = 0
+            elif (damaged := damaged + 1) >= MAX_DAMAGED:
+                raise ValueError(f"{damaged} parts in a row arrived damaged")
+            else:
+                await self.ask(asked[part.offset])

@@ -1,0 +1,104 @@
+"""Tables of a configuration file: settings by name, before they become `Section`s, and written again.
+
+Invariants:
+- a key that no section has is refused by its whole name, with the nearest valid one, or with what to do
+  instead of a setting that there was once;
+- text takes the type of its field; where both are possible it stays text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from seer.common.errors import ConfigError
+from seer.common.removed_settings import REMOVED
+
+
+def fields(struct: type) -> dict[str, msgspec.structs.FieldInfo]:
+    """Return the fields of a section by name."""
+    return {field.name: field for field in msgspec.structs.fields(struct)}
+
+
+def put(whole: type, table: dict[str, Any], dotted: str, text: str, source: str) -> None:
+    """Put the setting `dotted` (section.key) of a configuration, with the value in `text`, into its table.
+
+    Raises `ConfigError` naming the `source`, the key and the fix.
+    """
+    *sections, key = dotted.split(".")
+    named: dict[str, object] = {key: None}
+    for section in reversed(sections):
+        named = {section: named}
+    refuse_unknown(whole, named, source)
+    kind: Any = whole
+    inner: Any = table
+    for section in sections:
+        kind = fields(kind)[section].type
+        inner = inner.setdefault(section, {})
+        if not _is_section(kind):
+            raise ConfigError(f"{source}: {section} is a setting, which has no {key}")
+    if _is_section(fields(kind)[key].type):
+        raise ConfigError(f"{source}: {dotted} is a section; name one of its keys, as {dotted}.KEY")
+    if isinstance(inner, dict):
+        inner[key] = _parse(fields(kind)[key].type, dotted, text, source)
+
+
+def refuse_unknown(struct: type, table: Mapping[str, object], source: str, prefix: str = "") -> None:
+    """Raise `ConfigError` for a key that its section does not have. `prefix`: the section's name, a dot."""
+    known = fields(struct)
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{source}: {_refusal(struct, f'{prefix}{key}', prefix)}")
+        inner = known[key].type
+        if isinstance(value, dict) and _is_section(inner):
+            refuse_unknown(inner, value, source, f"{prefix}{key}.")
+
+
+def _refusal(struct: type, name: str, prefix: str) -> str:
+    key = name.removeprefix(prefix)
+    if name in REMOVED:
+        return f"{name} is no longer a setting; {REMOVED[name]}"
+    if refused := getattr(struct, "REFUSED", {}).get(key):
+        return f"{name} is not passed on to vLLM: {refused}"
+    near = difflib.get_close_matches(key, fields(struct), n=1, cutoff=0.5)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(fields(struct))}"
+    return f"unknown key {name}; {hint}"
+
+
+def lines(name: str, values: Mapping[str, object]) -> list[str]:
+    """Return a table's lines as TOML, its own keys before the tables in it."""
+    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
+    own = {key: value for key, value in values.items() if key not in inner and value is not None}
+    found = [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
+    for key, value in inner.items():
+        found += lines(f"{name}.{key}", value)
+    return found
+
+
+def _toml_value(value: object) -> str:
+    # JSON's strings, numbers and booleans are TOML's too.
+    return msgspec.json.encode(value).decode()
+
+
+def _parse(kind: object, dotted: str, text: str, source: str) -> object:
+    for candidate in (text, _maybe_toml(text)):
+        try:
+            return msgspec.convert(candidate, kind, strict=False)
+        except msgspec.ValidationError as error:
+            problem = str(error)
+    raise ConfigError(f"{source}: {dotted}: {problem}")
+
+
+def _maybe_toml(text: str) -> object:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -1,0 +1,154 @@
+"""What happened in a log: chunks, responses, engines' lives, weight updates and sleeps.
+
+Times are seconds since 1970, by the clock of the buffer's host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from seer.common.types import Capacity
+
+
+class End(Enum):
+    """What became of a chunk, in the words of the report."""
+
+    KEPT = "kept"
+    ENGINE_LOST = "lost with its engine"
+    BUFFER_LOST = "lost with the buffer"
+    FAILED = "failed"
+    DROPPED = "dropped"
+    RUNNING = "running when the log ended"
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One submission of a rollout by its trainer, or all of an open one. `prompts` numbers its prompts' ids.
+
+    `responses` and `prompts` are in order of arrival.
+    """
+
+    rollout_id: str
+    trainer: str
+    submission: int
+    submitted: float
+    open: bool = False
+    prompts: dict[str, int] = field(default_factory=dict)
+    responses: list[Response] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        """When the response's last chunk ended; when the response was submitted, if it had no chunk."""
+        return max((chunk.end for chunk in self.chunks), default=self.submitted)
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response. `generated` counts the tokens it has, `finish` says why it ended; "": it has not.
+
+    `prompt` numbers its prompt within the rollout. `max_tokens` is 0 where the log does not say. `trajectory`
+    names the group of a turn, whose response `index` is the trajectory; that has its `turns` in order.
+    """
+
+    rollout: Rollout
+    prompt_id: str
+    prompt: int
+    index: int
+    prompt_len: int = 0
+    max_tokens: int = 0
+    generated: int = 0
+    finish: str = ""
+    finished: float | None = None
+    submitted: float = 0.0
+    trajectory: str = ""
+    chunks: list[Chunk] = field(default_factory=list)
+    turns: list[Response] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its request's id without the rollout."""
+        return f"{self.prompt_id}#{self.index}"
+
+    @property
+    def engines(self) -> int:
+        """How many engines it ran on."""
+        return len({chunk.engine for chunk in self.chunks})
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One placement: from its dispatch to its end. `slot` counts the chunks beside it on its engine.
+
+    `context` counts the prompt's tokens and the output before it, `blocks` the KV that is booked for it.
+    `moved`: the chunk before it ran on another engine.
+    """
+
+    response: Response
+    engine: str
+    attempt: int
+    slot: int
+    start: float
+    end: float
+    context: int
+    blocks: int
+    moved: bool = False
+    how: End = End.RUNNING
+    tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.end - self.start
+
+
+@dataclass(slots=True, eq=False)
+class EngineLife:
+    """One life of an engine. `left` is None while it lasts; `chunks_lost` were lost at its end."""
+
+    name: str
+    life: int
+    capacity: Capacity
+    joined: float
+    left: float | None = None
+    died: bool = False
+    chunks_lost: int = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the life ended before the engine was told to end, as far as a log tells."""
+        return self.left is not None and (self.died or bool(self.chunks_lost))
+
+
+class SpanKind(Enum):
+    """What took a time in which engines do not generate."""
+
+    WEIGHTS = "weights"
+    SLEEP = "sleep"
+    NO_BUFFER = "buffer"
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A weight update, engines asleep, or no buffer. `failed` ones are drawn red."""
+
+    kind: SpanKind
+    start: float
+    end: float
+    text: str
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """All that happened. `chunks` are in the order of their dispatch, `end` is the time of the last row."""
+
+    version: str = ""
+    policy: str = ""
+    end: float = 0.0
+    chunks: list[Chunk] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    lives: list[EngineLife] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
