@@ -48,8 +48,8 @@ def values(kind):
             if above is not None:
                 high = above - 1
             return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
-        case inspect.FloatType():
-            return st.floats(allow_nan=False)
+        case inspect.FloatType(ge=low, le=high):
+            return st.floats(low, high, allow_nan=False)
         case inspect.StrType():
             return TEXT
         case inspect.LiteralType(values=choices):
