@@ -169,8 +169,8 @@ class Rollout:
     # --- for the client ------------------------------------------------------------------
 
     def matches(self, submission: int) -> bool:
-        """Return whether an answer is to this submission; 0: to any."""
-        return submission in (0, self.submission)
+        """Return whether an answer is to this submission."""
+        return submission == self.submission
 
     def began(self, weight_version: int) -> None:
         """Set the weight version that the buffer chose: prompts that are submitted again ask for it."""

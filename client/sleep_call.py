@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from seer.client.weight_update import is_answer
 from seer.common.errors import SeerError
 from seer.common.wire import Sleep, Slept
 
@@ -31,8 +30,7 @@ class SleepCall:
 
     def answer(self, slept: Slept) -> None:
         """Take an answer; one to another call, or a second one, changes nothing."""
-        asked, done = self.request, self._answer.done()
-        if slept.asleep == asked.asleep and is_answer(asked, slept) and not done:
+        if slept.call_id == self.request.call_id and not self._answer.done():
             self._answer.set_result(slept)
 
     def fail(self, error: SeerError) -> None:

@@ -36,8 +36,6 @@ from seer.common.wire import (
     SPOOL_WINDOW,
     Bytes,
     OpenSpool,
-    Sleep,
-    Slept,
     SpoolData,
     SpoolState,
     UpdateWeights,
@@ -142,17 +140,14 @@ class Update:
     def answer(self, message: WeightsLive | WeightsFailed | WeightsLoading | SpoolState) -> None:
         """Handle an answer; one to another update, or a second one, changes nothing."""
         if isinstance(message, WeightsLoading):
-            if self._is_answer(message) and self._transfer is not None:
+            if message.call_id == self.request.call_id and self._transfer is not None:
                 self._transfer.begin(message.engines)
         elif isinstance(message, SpoolState):
             if message.name == self._name:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._states.put_nowait(message)
-        elif not self._answer.done() and self._is_answer(message):
+        elif not self._answer.done() and message.call_id == self.request.call_id:
             self._answer.set_result(message)
-
-    def _is_answer(self, message: WeightsLive | WeightsFailed | WeightsLoading) -> bool:
-        return message.version == self.request.version and is_answer(self.request, message)
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error."""
@@ -197,13 +192,6 @@ class Update:
 def new_call_id() -> int:
     """Return a random id for a call: no earlier one has it, of this process or another."""
     return secrets.randbits(62) + 1
-
-
-def is_answer(
-    request: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | WeightsLoading | Slept
-) -> bool:
-    """Return whether a message answers a request; an older buffer does not repeat the call's id."""
-    return message.call_id in (0, request.call_id)
 
 
 def _part(stream: TensorStream, offset: int) -> tuple[Bytes, int]:

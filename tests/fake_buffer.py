@@ -41,6 +41,7 @@ def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None
         tokens=np.array(tokens, np.int32),
         logprobs=-np.ones(len(tokens), np.float32),
         chunks=2,
+        submission=submit.submission,
     )
 
 
@@ -54,7 +55,6 @@ def turns(submit: Submit, **changes: object) -> list[GroupDone]:
             group(submit, prompt_id, (length,)),
             tokens=np.arange(100, 100 + length, dtype=np.int32),
             logprobs=np.full(length, -0.5 - int(prompt_id.rpartition(".")[2]), np.float32),
-            submission=submit.submission,
             params_digest=params_digest(
                 submit.seed, submit.rollout_number, submit.n, submit.sampling, *place
             ),
@@ -113,7 +113,10 @@ def answering(*, skip: tuple[str, ...] = ()) -> Callable[[Message], list[BufferT
         done = [
             group(message, prompt_id) for prompt_id in reversed(message.prompt_ids) if prompt_id not in skip
         ]
-        return [Accepted(rollout_id=message.rollout_id, prompt_ids=message.prompt_ids), *done]
+        accepted = Accepted(
+            rollout_id=message.rollout_id, prompt_ids=message.prompt_ids, submission=message.submission
+        )
+        return [accepted, *done]
 
     return script
 

@@ -69,7 +69,7 @@ class ServedBuffer(threading.Thread):
         ]
         yield Progress(
             rollout_id=message.rollout_id, requests=2, finished=1, groups=2, groups_finished=1, tokens=1,
-            chunks=1, migrations=0, preemptions=0, running=1,
+            chunks=1, migrations=0, preemptions=0, running=1, submission=message.submission,
         )  # fmt: skip
         for prompt_id in reversed(ids):
             place = message.prompt_ids.index(prompt_id)

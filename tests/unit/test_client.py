@@ -113,7 +113,7 @@ async def test_finished_groups_first_then_one_error_that_names_the_rest(buffer: 
     def script(message: Message) -> list[BufferToTrainer]:
         if not isinstance(message, Submit):
             return []
-        where = {"rollout_id": message.rollout_id}
+        where = {"rollout_id": message.rollout_id, "submission": message.submission}
         return [
             Refused(code="refused", message="too long", prompt_ids=["1"], **where),
             Refused(code="failed", message="engine broke", prompt_ids=["2"], **where),
@@ -150,7 +150,8 @@ async def test_refusals_are_typed(buffer: FakeBuffer, code: str, cls: type[Excep
     def script(message: Message) -> list[BufferToTrainer]:
         if not isinstance(message, Submit):
             return []
-        return [Refused(code=code, message="no", rollout_id=message.rollout_id)]
+        of = message.submission
+        return [Refused(code=code, message="no", rollout_id=message.rollout_id, submission=of)]
 
     buffer.script = script
     async with connect(buffer) as client:
@@ -286,12 +287,8 @@ async def test_what_was_given_up_is_cancelled_again_and_nothing_else_ever(buffer
         again = await client.submit([[1]], n=2, rollout_id="r")
         await buffer.until(Submit, 2)
         assert again.submission != rollout.submission
-        for submission in (
-            0,
-            5,
-            again.submission,
-            rollout.submission,
-        ):  # an older buffer, another life, the one at work, the one before
+        # That of another life, the one at work, and the one before.
+        for submission in (5, again.submission, rollout.submission):
             await buffer.say(progress("r", submission))
         await buffer.until(Cancel, 2)
         await asyncio.sleep(0.1)
@@ -388,6 +385,7 @@ async def test_progress(buffer: FakeBuffer) -> None:
                 Progress(
                     rollout_id=rollout.id, requests=2, finished=finished, groups=1, groups_finished=0, tokens=5,
                     chunks=1, migrations=0, preemptions=0, running=2, finish_times=[finish_time],
+                    submission=rollout.submission,
                 )
             )  # fmt: skip
         await buffer.say(group(buffer.of(Submit)[0], "0"))

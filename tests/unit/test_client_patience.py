@@ -194,7 +194,9 @@ async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded
             (4, wire.WeightsFailed(version=4, reasons={})),
         ):
             buffer.script = lambda said, answer=answer: (
-                [answer] if isinstance(said, wire.UpdateWeights) else []
+                [structs.replace(answer, call_id=said.call_id)]
+                if isinstance(said, wire.UpdateWeights)
+                else []
             )
             if version == 3:
                 await client.update_weights(version, "/new")

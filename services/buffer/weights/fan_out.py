@@ -8,8 +8,7 @@ Invariants (tests/unit/test_fan_out.py and tests/property/test_fan_out.py):
 - an engine's holders were told before it, so nobody waits for an engine that waits for it;
 - at most `FAN_OUT` nodes have an engine with no holder, and at most `FAN_OUT` nodes name an engine of another
   node first, as long as no engine leaves;
-- an engine that says no endpoint, as those of earlier releases and those on the buffer's own machine, is
-  nobody's holder, and has none;
+- an engine that says no endpoint, as one on the buffer's own machine, is nobody's holder, and has none;
 - a stream's order is forgotten with the last engine that fetches it.
 """
 

@@ -41,16 +41,7 @@ from msgspec import field, structs
 
 from seer.common import wire
 from seer.common.weights.in_place import is_in_place
-from seer.services.buffer.events import (
-    Changed,
-    Drained,
-    FromEngine,
-    FromTrainer,
-    Joined,
-    Left,
-    Tick,
-    Weights,
-)
+from seer.services.buffer.events import Changed, Drained, FromEngine, FromTrainer, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.fan_out import FanOut
 from seer.services.buffer.weights.instructions import Abort, Admit, Expel, Hold, Instruction, Release
 from seer.services.buffer.weights.update_state import (
@@ -244,17 +235,12 @@ class WeightsMachine(msgspec.Struct):
         self.quarantined.clear()
 
     def _advance_instances(
-        self,
-        now: float,
-        awake: Collection[str] | None,
-        loadable: Collection[str] | None,
+        self, now: float, awake: Collection[str] | None, loadable: Collection[str] | None,
         out: list[Instruction],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Admit instances that have the live weights, and have the others load them."""
         update = self._update if self._update is not None and self._update.committing else None
-        able = (
-            loadable if update is not None else awake
-        )  # without an update, one may come before the KV wakes
+        able = awake if update is None else loadable  # without an update, one may come before the KV wakes
         for name in sorted(self._pending):
             pending, live = self._pending[name], self._live_weights()
             ready = able is None or name in able
@@ -339,14 +325,9 @@ class WeightsMachine(msgspec.Struct):
     # --- updates -------------------------------------------------------------------------
 
     def _update_requested(
-        self,
-        trainer: str,
-        request: wire.UpdateWeights,
-        now: float,
-        idle: bool,
-        asleep: bool,
+        self, trainer: str, request: wire.UpdateWeights, now: float, idle: bool, asleep: bool,
         out: list[Instruction],
-    ) -> None:
+    ) -> None:  # fmt: skip
         current, live = self._update, self.live
         if current is not None and current.trainer == trainer:
             if structs.replace(current.request, call_id=request.call_id) == request:
@@ -384,14 +365,9 @@ class WeightsMachine(msgspec.Struct):
             self._pending |= {name: Pending(source=request.source) for name in self.quarantined}
             self.quarantined.clear()
         update = Update(
-            trainer,
-            request,
-            self._updates + 1,
-            NO_DEADLINE,
-            set(self._pending),
-            committing=True,
+            trainer, request, self._updates + 1, NO_DEADLINE, set(self._pending), committing=True,
             succeeded=True,
-        )
+        )  # fmt: skip
         if not self._pending:
             out.append(update.succeeded_with(live, dict(self.quarantined)))
             return
@@ -440,10 +416,7 @@ class WeightsMachine(msgspec.Struct):
             return
         if (answer.version, answer.call_id) != (update.request.version, update.number):
             return  # about an earlier update, whose weights may be others
-        problem = answer.problem
-        if not problem and update.digest not in ("", answer.digest):
-            problem = f"reads weights with digest {answer.digest}, not {update.digest}"
-        if problem:
+        if problem := update.problem_of(answer):
             self._fail({name: problem}, out)
             return
         update.digest = answer.digest
@@ -513,10 +486,7 @@ class WeightsMachine(msgspec.Struct):
             self._quarantine(name, why, now)
         update = self._update
         if update is not None and not update.committing and update.deadline < now:
-            late = dict.fromkeys(sorted(update.awaited), f"did not answer in {self.seconds:g} s")
-            old = f"requests of the old version went on for {self.seconds:g} s"
-            none = "no engine is there to take weights: start one"
-            self._fail(late or {"": old if update.sent_to else none}, out)
+            self._fail(update.late(self.seconds), out)
 
     def _is_live(self, weights: Weights | None) -> bool:
         live = self.live

@@ -40,6 +40,19 @@ class Update(msgspec.Struct):
         """Return whether these are other weights than the live ones, under the same version."""
         return live is not None and self.request.version == live.version and self.digest != live.digest
 
+    def problem_of(self, answer: wire.WeightsPrepared) -> str:
+        """Return why an instance cannot take these weights; empty if it can."""
+        if not answer.problem and self.digest not in ("", answer.digest):
+            return f"reads weights with digest {answer.digest}, not {self.digest}"
+        return answer.problem
+
+    def late(self, seconds: float) -> dict[str, str]:
+        """Return by instance why this was not done in so many seconds."""
+        old = f"requests of the old version went on for {seconds:g} s"
+        none = "no engine is there to take weights: start one"
+        late = dict.fromkeys(sorted(self.awaited), f"did not answer in {seconds:g} s")
+        return late or {"": old if self.sent_to else none}
+
     def prepare(self, name: str, holders: Sequence[str]) -> ToEngine:
         """Return the order to check these weights."""
         request = self.request
