@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -298,7 +299,15 @@ class Source(Protocol):
         ...
 
 
-async def fetch(blob: Blob, sources: Sequence[Asked], last: Source) -> None:
+class OneOfSeveral(Source, Protocol):
+    """A source that is left for the next one when it fails."""
+
+    def left(self, why: Exception) -> None:
+        """Hear that it is left."""
+        ...
+
+
+async def fetch(blob: Blob, sources: Sequence[OneOfSeveral], last: Source) -> None:
     """Fetch a blob from the first source that gives it, and what that one did not give from the next.
 
     Raises what the last one raises.
@@ -315,13 +324,8 @@ async def fetch(blob: Blob, sources: Sequence[Asked], last: Source) -> None:
     await last.fetch(blob)
 
 
-class Asked:
-    """A source that answers questions about the blob `name`. `here`: whether its folder is on this machine.
-
-    `patience` decides how long it is asked: subclasses have one each.
-    """
-
-    here: Callable[[wire.SpoolState], bool] = staticmethod(on_this_machine)
+class Asked(ABC):
+    """A source that answers questions about the blob `name`."""
 
     def __init__(
         self, name: str, send: Callable[[Any], Awaitable[None]], receive: Callable[[], Awaitable[Any]]
@@ -334,9 +338,13 @@ class Asked:
         self.size = 0
         """Bytes of the blob, once it said so."""
 
+    @abstractmethod
     async def patience(self) -> float:
         """Return how long to wait for an answer now. Raises `ValueError`: give this source up."""
-        raise NotImplementedError
+
+    def here(self, state: wire.SpoolState) -> bool:
+        """Whether its folder is on this machine. Blocks."""
+        return on_this_machine(state)
 
     async def ask(self, question: Question) -> None:
         """Send a question, which may be lost."""
@@ -385,9 +393,6 @@ class Asked:
                 if state.have >= state.size:
                     return Path(state.folder)
             await asyncio.sleep(POLL_SECONDS)
-
-    def left(self, why: Exception) -> None:
-        """Hear that it is left for the next source."""
 
     async def fetch(self, blob: Blob) -> None:
         """Copy what is missing, `SPOOL_WINDOW` parts requested ahead. Raises `ValueError` or `OSError`."""

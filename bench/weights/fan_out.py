@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from lib.hardware import machine
@@ -149,7 +150,7 @@ def bare(places: dict[str, str], size: int) -> float:
 
 def serve(kind: str, name: str, *, digested: bool) -> None:
     """Run one service, as if each node had disks of its own."""
-    Asked.here = staticmethod(lambda state: False)  # type: ignore[assignment]
+    mock.patch.object(Asked, "here", return_value=False).start()
     if not digested:
         skip_digests()
     config = load(

@@ -34,7 +34,6 @@ from seer.services.engine.backend import Backend, Chunk, StepOutput
 JOIN_SECONDS = 10.0
 """Longest wait for the backend's thread to end; it is a daemon, so the process ends anyway."""
 
-
 EXIT_BROKEN = 70
 """Exit code of a process that a thread keeps from ending (`EX_SOFTWARE`)."""
 

@@ -332,7 +332,7 @@ def _names() -> Iterator[str]:
 
 
 def _same(same: bool) -> Any:
-    return staticmethod(lambda state: same and on_this_machine(state))
+    return lambda self, state: same and on_this_machine(state)
 
 
 def _node(plan: Plan) -> str:

@@ -25,7 +25,7 @@ def tensors(fill, size=6):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(Buffer, "here", staticmethod(lambda state: False))
+        monkeypatch.setattr(Buffer, "here", lambda self, state: False)
     return request.param
 
 

@@ -34,7 +34,6 @@ from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
 Send = Callable[[Question], Awaitable[None]]
 
-
 SOURCES: dict[str, Callable[[str], Source]] = {MOONCAKE_SCHEME: TrainerMemory}
 """By scheme: the source that the rest names. Raises `ValueError`. The spool's is `WeightFetcher`'s own."""
 

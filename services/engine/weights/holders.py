@@ -43,7 +43,6 @@ HOLDER_SECONDS = 10.0
 HOLDER_BYTES = 200_000_000
 """What a holder that has so many must send in that time: 20 MB/s."""
 
-
 MAX_READS = 512
 """Bound on questions that wait for their parts; those beyond it are asked again."""
 
