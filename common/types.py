@@ -190,7 +190,8 @@ class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
     The first `prompt_len` of them are the trajectory's own prompt, and `generated` of the others were
     generated in earlier turns; an environment added the rest. All turns together may generate `cap` tokens.
     Updates of weights wait up to `idle_seconds` for the next turn; 0: nothing waits for it. `trajectory`
-    names the trajectory where each turn is of another group; empty: the group and the index in it do.
+    names the trajectory where each turn is of another group, which the buffer finds; empty: the group and the
+    index in it do.
     """
 
     prompt_len: int

@@ -1,4 +1,4 @@
-"""What it costs a gateway to find which conversation a request goes on from.
+"""What it costs the buffer to find which conversation a prompt goes on from.
 
 Timed are `Conversations.begin` and `answered`, together, for prompts of `--tokens` tokens in a table of
 `--conversations`: half of the prompts go on from one there, half from none. Prints JSON, in milliseconds of
@@ -17,7 +17,7 @@ import numpy as np
 from lib.hardware import machine
 
 from seer.common.wire import Tokens
-from seer.gateway.conversations import Conversations
+from seer.services.buffer.conversations import Conversations
 
 REQUESTS = 1000
 ANSWER = 64
@@ -39,15 +39,16 @@ def main() -> None:
     for _ in range(options.conversations):
         length = int(random.integers(options.tokens // 8, options.tokens // 2))
         prompt, answer = tokens(length), tokens(ANSWER)
-        conversations.answered(conversations.begin(prompt), answer)
+        conversations.begin("g", prompt, "")
+        conversations.answered("g", answer)
         contexts.append(np.concatenate([prompt, answer]))
     seconds: dict[str, list[float]] = {"first": [], "later": []}
     for number in range(REQUESTS):
         start = contexts[-1 - number] if number % 2 else tokens(1)
         prompt, answer = np.concatenate([start, tokens(options.tokens - len(start))]), tokens(ANSWER)
         began = time.process_time()
-        turn = conversations.begin(prompt)
-        conversations.answered(turn, answer)
+        turn = conversations.begin("g", prompt, "")
+        conversations.answered("g", answer)
         seconds[turn.kind].append(time.process_time() - began)
     shown = {
         kind: {f"p{each}": round(1000 * float(np.percentile(times, each)), 3) for each in (50, 99)}

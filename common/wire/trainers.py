@@ -83,6 +83,10 @@ class Submit(Message, tag=True):
     without: a function of the context. After its `GroupDone` the trajectory is away: updates and sleep wait
     for its next turn, or for a `Cancel` that names this one.
 
+    `sessions`: one name for each prompt, or none; as `turns`, but the buffer finds the trajectory: a prompt
+    that begins with an earlier prompt of its session, whoever submitted that one, and with the response to it
+    goes on from there. Nothing waits for the next turn.
+
     `media`: one list for each prompt, in order of their offsets, or none. Prompts wait until the buffer has
     all their media, and are refused when nothing of these has come for `MEDIUM_STALL_SECONDS`.
     """
@@ -102,6 +106,7 @@ class Submit(Message, tag=True):
     open: bool = False
     stream: bool = False
     turns: list[TurnSpec] = []
+    sessions: list[ShortStr] = []
     media: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)]] = []
 
 

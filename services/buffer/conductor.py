@@ -20,6 +20,7 @@ from seer.common.clock import Clock
 from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
+from seer.services.buffer.conversations import Conversations
 from seer.services.buffer.events import Drained, Joined, Left, Tick, ToEngine, ToLife, ToTrainer, Weights
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.kept import KeptChunks
@@ -102,6 +103,7 @@ class Conductor:
         self._store, self._kept, self._media = store, kept, media
         self._out, self._observers = out, observers
         self._deliveries = Deliveries()
+        self.conversations = Conversations()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
         self._sessions: dict[bytes, int] = {}
@@ -269,8 +271,10 @@ class Conductor:
             case instructions.Deliver(life, group_id):
                 size = self._store.tokens(group_id) * TOKEN_BYTES
                 self._deliver(self._deliveries.add(life, group_id, size))
+                self.conversations.answered(group_id, self._store.output(group_id))
             case instructions.Forget(group_id):
                 self._store.forget(group_id)
+                self.conversations.failed(group_id)
                 self._kept.forget(group_id)
                 self._media.release(group_id)
                 self._deliver(self._deliveries.forget(group_id))

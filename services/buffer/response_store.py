@@ -44,7 +44,7 @@ class SubmittedPrompt:
 
     Its responses are those from `first_index` on of `group`, by default its own group; `shared_id` is that
     group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this but
-    `turn`, of which no token is a function. `media` stand in its tokens.
+    `turn` and `session`, of which no token is a function. `media` stand in its tokens.
     """
 
     tokens: wire.Tokens
@@ -57,6 +57,7 @@ class SubmittedPrompt:
     rollout_number: int
     params_digest: int
     turn: TurnSpec | None = None
+    session: str | None = None
     media: Sequence[Placed] = ()
 
 
@@ -110,6 +111,10 @@ class Store:
             output.tokens += tokens.tobytes()
             output.logprobs += logprobs.tobytes()
             output.finish = finish
+
+    def output(self, group_id: str) -> wire.Tokens:
+        """Return the first response of a group so far: int32 [length], a view."""
+        return _tokens(self._groups[group_id].outputs[0])
 
     def length(self, group_id: str, index: int) -> int:
         """Return how many tokens a response has so far."""

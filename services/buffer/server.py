@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import ChainMap
 from pathlib import Path
 
 from seer import __version__
@@ -176,7 +177,7 @@ class BufferServer:
             self._services(),
             stats=self._engines.stats,
             lives=self._engines.lives,
-            media=self._media.counters,
+            counters=ChainMap(self._media.counters, self.conductor.conversations.counters),
             uptime=lambda: self._trainer_hub.uptime_seconds,
             sockets=self._sockets,
             outages=lambda: {"log": self._rows.outage, "chunks": self._kept.outage},
@@ -306,10 +307,15 @@ class BufferServer:
                 submission=submit.submission,
             )
         for part in submissions.parts(submit, prompts, self.store):
+            part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(
                 trainer, address, submit, part, self.store, self._kept, self._media.machine
             )
             self.conductor.apply(event, Submitted(trainer, submit, part))
+            for prompt_id in part:
+                group_id = ids.group_id(submit.rollout_id, prompt_id)
+                if group_id not in self.store:  # it was refused
+                    self.conductor.conversations.failed(group_id)
             await asyncio.sleep(0)
         return None
 

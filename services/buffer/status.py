@@ -70,13 +70,13 @@ class Sources:
         *,
         stats: Mapping[str, InstanceStats],
         lives: Mapping[str, int],
-        media: Mapping[str, int],
+        counters: Mapping[str, int],
         uptime: Callable[[], float],
         sockets: Callable[[], Mapping[str, Mapping[str, int]]],
         outages: Callable[[], Mapping[str, Outage | None]],
     ) -> None:
         self.me, self.services = me, services
-        self.stats, self.lives, self.media = stats, lives, media
+        self.stats, self.lives, self.counters = stats, lives, counters
         self.uptime, self.sockets, self.outages = uptime, sockets, outages
 
 
@@ -156,7 +156,7 @@ class StatusDesk:
             rollouts=len(machine.rollouts),
             requests_waiting=machine.waiting,
             requests_running=machine.instances.chunks,
-            counters=machine.counters | dict(of.media),
+            counters=machine.counters | dict(of.counters),
             uptime_seconds=of.uptime(),
             weight_version=weights.live.version if weights.live else 0,
             weights_digest=weights.live.digest if weights.live else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice, repeat
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import check_placed
+from seer.services.buffer.conversations import Conversations, context
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
@@ -26,9 +28,11 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
     usual = ids.params_digest(*params)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
-    places = zip(groups, firsts, submit.turns or repeat(None), submit.media or repeat(()), strict=False)
+    turns, sessions = submit.turns or repeat(None), submit.sessions or repeat(None)
+    places = zip(groups, firsts, turns, sessions, submit.media or repeat(()), strict=False)
     found = {}
-    for prompt_id, tokens, (group, first, turn, seen) in zip(submit.prompt_ids, pieces, places, strict=False):
+    for prompt_id, tokens, place in zip(submit.prompt_ids, pieces, places, strict=False):
+        group, first, turn, session, seen = place
         found[prompt_id] = SubmittedPrompt(
             tokens=tokens,
             group=group or prompt_id,
@@ -40,8 +44,23 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             rollout_number=submit.rollout_number,
             params_digest=ids.params_digest(*params, group, first, seen) if group or first or seen else usual,
             turn=turn,
+            session=session,
             media=seen,
         )
+    return found
+
+
+def with_turns(
+    rollout_id: str, prompts: Mapping[str, SubmittedPrompt], store: Store, conversations: Conversations
+) -> dict[str, SubmittedPrompt]:
+    """Return the prompts, with the turns that new prompts of sessions are."""
+    found = {}
+    for prompt_id, prompt in prompts.items():
+        group_id = ids.group_id(rollout_id, prompt_id)
+        if prompt.session is not None and group_id not in store:
+            turn = conversations.begin(group_id, context(prompt.tokens, prompt.media), prompt.session)
+            prompt = replace(prompt, turn=turn.spec(prompt.sampling.max_tokens))
+        found[prompt_id] = prompt
     return found
 
 
@@ -125,7 +144,7 @@ def _check(submit: wire.Submit) -> None:
 
 
 def _check_places(submit: wire.Submit) -> None:
-    for name in ("groups", "first_indices", "turns", "media"):
+    for name in ("groups", "first_indices", "turns", "sessions", "media"):
         value = getattr(submit, name)
         if len(value) not in (0, len(submit.prompt_ids)):
             raise InvalidField(name, len(value), f"give one per prompt, {len(submit.prompt_ids)}, or none")
@@ -138,8 +157,13 @@ def _check_places(submit: wire.Submit) -> None:
 
 
 def _check_turns(submit: wire.Submit) -> None:
-    if submit.turns and not (submit.open and submit.n == 1 and submit.groups and all(submit.groups)):
-        fix = "give each the name of its group, and n = 1, in an open rollout"
-        raise InvalidField("turns", len(submit.turns), fix)
-    for turn, context in zip(submit.turns, submit.lengths, strict=False):
-        turn.check(context)
+    for name, given in (("turns", submit.turns), ("sessions", submit.sessions)):
+        if given and not (submit.open and submit.n == 1 and submit.groups and all(submit.groups)):
+            fix = "give each the name of its group, and n = 1, in an open rollout"
+            raise InvalidField(name, len(given), fix)
+    if submit.turns and submit.sessions:
+        raise InvalidField("sessions", len(submit.sessions), "give turns, or sessions")
+    for turn, length in zip(submit.turns, submit.lengths, strict=False):
+        turn.check(length)
+        if turn.trajectory:
+            raise InvalidField("turns.trajectory", turn.trajectory, "the buffer names it: give a session")

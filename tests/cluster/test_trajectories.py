@@ -13,7 +13,6 @@ from virtual_time import eventually, virtual
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
 from seer.common.config import BufferConfig
-from seer.common.types import TurnSpec
 
 SAMPLING = SamplingParams(max_tokens=24)
 PROMPTS = [Prompt(f"p{number}", token_ids=[*range(1, 4 + number)]) for number in range(3)]
@@ -376,22 +375,26 @@ async def test_a_draining_buffer_finishes_trajectories():
 
 @virtual
 async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_nothing(tmp_path):
+    """Turns of a session, from two clients as from two gateways: the buffer finds which goes on from which."""
     async with running(engines=3) as cluster, cluster.client() as client, cluster.client() as other:
         rollout, machine = client.open_rollout(), cluster.services["buffer"].machine
+        rollouts = [rollout, other.open_rollout(rollout_number=rollout.rollout_number)]
 
-        async def turn(number, context, generated):
+        def ask(number, context):
             """One turn, in a group of its own."""
-            request = rollout.submit(
+            return rollouts[number % 2].submit(
                 Prompt(f"{number}", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number,
-                turn=TurnSpec(3, generated, 200, 0.0, "conversation"),
+                session="s",
             )  # fmt: skip
-            return (await request.result()).responses[0].token_ids.tolist()
+
+        async def turn(number, context):
+            return (await ask(number, context).result()).responses[0].token_ids.tolist()
 
         context, places, busy = [1, 2, 3], [], []
         endless = SamplingParams(max_tokens=4000, ignore_eos=True)
         for number in range(4):
-            said = await turn(number, context, len(context) - 3)
-            plain = other.open_rollout().submit(
+            said = await turn(number, context)
+            plain = other.open_rollout(repeat=True).submit(
                 Prompt("x", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number,
                 rollout_number=0,
             )  # fmt: skip
@@ -404,6 +407,18 @@ async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_no
                 busy = [rollout.submit(Prompt("busy", token_ids=[9]), sampling=endless, group="busy")]
                 await eventually(lambda: any(each.instance for each in machine.requests.values()))
         assert len(set(places)) == 1
+        counters = (await client.status()).counters
+        assert (counters["later_turns"], counters["segments"]) == (3, 0)
+        given_up = ask(4, context)  # a turn that is given up, and one that is refused, may come again
+        await eventually(lambda: given_up.request.session and len(machine.groups) > 1)
+        await given_up.cancel()
+        with pytest.raises(RequestRefused, match="cancelled"):
+            await given_up.result()
+        with pytest.raises(RequestRefused, match="KV blocks"):
+            await ask(6, [*context, *range(100_000)]).result()
+        await turn(8, context)
+        counters = (await client.status()).counters
+        assert (counters["later_turns"], counters["segments"]) == (6, 0)
         await busy[0].cancel()
         await eventually(lambda: machine.idle)
         await other.update_weights(1, folder(tmp_path, 1), in_flight="error")

@@ -617,6 +617,13 @@ async def test_several_processes(system: GatewaySystem, tmp_path: Path) -> None:
         fields = {"lora_name": "policy", "lora_path": str(write_adapter(tmp_path / "one", 0.1))}
         assert (await http.post("/v1/load_lora_adapter", json=fields)).status_code == 200
         named = {"prompt": "1", "max_tokens": 1, "model": "policy"}
+        turned = system.counts("several")["later_turns"]
+        context = [4, 5, 9]
+        for number in range(8):  # each over a connection of its own, so to any process
+            async with other(system, "several") as anew:
+                asked = {"token_ids": context, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+                context += [*await generated(anew, asked, {"X-Session-ID": "s"}, stream=number % 2 > 0), 7]
+        assert system.counts("several")["later_turns"] == turned + 7
         # One dies while generation is paused: the one that takes its place begins paused.
         await ok(http.post("/pause?mode=keep"))
         os.kill(before[0], signal.SIGKILL)

@@ -263,7 +263,7 @@ class BufferModel(RuleBasedStateMachine):
     def turn_that_nobody_awaits(self, trainer, name, max_tokens):
         """Of a trajectory with a name of its own, each turn in another group."""
         trajectories, open_before = self.machine.registry.trajectories, set(self.machine.estimates)
-        place = trajectories.places.get((trainer, name, -1), "")
+        place = trajectories.places.get(("", name, -1), "")
         prompt = f"turn{self.prompts}"
         self.prompts += 1
         turn = TurnSpec(7, 3, 100, 0.0, name)
@@ -279,7 +279,7 @@ class BufferModel(RuleBasedStateMachine):
         for group_id in set(self.machine.estimates) - open_before:
             request = self.machine.requests[f"{group_id}#0"]
             assert request.view.last_instance in (place, request.instance)
-            assert (trainer, name, -1) not in trajectories.places
+            assert ("", name, -1) not in trajectories.places
 
     @rule(trainer=st.sampled_from(("t", "u")), data=st.data(), later=st.booleans())
     def end_trajectory(self, trainer, data, later):

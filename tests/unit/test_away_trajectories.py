@@ -16,7 +16,7 @@ def turn(prompt_id, *, generated=0, submission=1, idle_seconds=10.0):
     rollout = RolloutState("r", "trainer", b"life", submission, 0, 0.0, open=True)
     return GroupState(
         f"r/{prompt_id}", prompt_id, rollout, 1, 4, 16, submission=submission, shared_id="r/g",
-        turn=TurnSpec(4, generated, 100, idle_seconds, "trajectory"),
+        turn=TurnSpec(4, generated, 100, idle_seconds),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_a_turn_that_is_repeated_is_the_latest_and_the_one_after_it_is_closed(tr
 def test_a_repeated_turn_that_is_under_way_is_the_latest_and_not_away(trajectories):
     assert repeat(trajectories, turn("0")) == [orders.closed("r/1")]
     assert not trajectories.away
-    assert trajectories.latest == {("trainer", "trajectory", -1): "r/0"}
+    assert trajectories.latest == {("trainer", "r/g", 0): "r/0"}
 
 
 def test_the_latest_turn_repeated_changes_nothing(trajectories):
@@ -126,7 +126,7 @@ def test_nothing_is_repeated_under_another_turn_that_waits_or_is_open(trajectori
     trajectories.opened(following)
     assert repeat(trajectories, finish(turn("0"))) == []
     assert not trajectories.away
-    assert trajectories.latest == {("trainer", "trajectory", -1): "r/2"}
+    assert trajectories.latest == {("trainer", "r/g", 0): "r/2"}
 
 
 @pytest.mark.parametrize("room", [False, True])

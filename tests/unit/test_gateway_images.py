@@ -18,14 +18,13 @@ from vision_models import IMAGE, picture
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs torchvision", allow_module_level=True)
 
-from seer.client import Placed
 from seer.client.images import prepare
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel
 from seer.common.types import MAX_MEDIUM_BYTES
 from seer.gateway import images as module
 from seer.gateway.errors import HttpError
-from seer.gateway.images import Images, context
+from seer.gateway.images import Images
 from seer.gateway.jobs import Answer, Jobs
 from seer.gateway.messages import ImageFile
 from seer.gateway.picture_processor import PictureProcessor, model_of
@@ -164,17 +163,3 @@ def test_models_without_images_say_why(tmp_path: Path) -> None:
     processor = PictureProcessor.load(str(tmp_path))
     with pytest.raises(InvalidField, match=r"the processor cannot be loaded .*: docs/images\.md"):
         processor.pixels([("f", file(picture(1)).data)])
-
-
-def test_contexts_of_other_images_differ() -> None:
-    processor = vision_models.processor_of("qwen2-vl")
-    found = []
-    for seed in (1, 2):
-        tokens, media, _ = vision_models.prompt(processor, "a # b", picture(seed))
-        found.append(context(np.array(tokens, np.int32), media))
-    assert len(found[0]) == len(found[1])
-    assert np.flatnonzero(found[0] != found[1]).tolist() == list(
-        range(media[0].offset, media[0].offset + media[0].length)
-    )
-    assert context(np.array([1, 2]), []).tolist() == [1, 2]
-    assert isinstance(media[0], Placed)

@@ -17,7 +17,6 @@ from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer_client import Outcome, Sink
 from seer.gateway.control import Control
-from seer.gateway.conversations import Turn
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
@@ -44,7 +43,7 @@ class FakeBuffer:
         self.seconds = seconds
         self.version = 0
         self.asked: list[tuple[list[str], SamplingParams, int]] = []
-        self.turns: list[tuple[str, str, int] | None] = []
+        self.sessions: list[str | None] = []
         self.cancelled: list[str] = []
         self.error: SeerError | None = None
         self.there = True
@@ -68,11 +67,11 @@ class FakeBuffer:
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
-        turn: Turn | None = None,
+        session: str | None = None,
         media: Sequence[Placed] = (),
     ) -> Outcome:
         self.asked.append((list(prompts), sampling, seed))
-        self.turns.append(turn and (turn.kind, turn.name, turn.generated))
+        self.sessions.append(session)
         ends, version = self._ends, self.version
         try:
             for name in prompts:
@@ -137,31 +136,13 @@ async def status_of(task: asyncio.Task[dict[str, Group]]) -> int:
 
 
 @virtual
-async def test_turns_of_a_conversation_go_on_and_count() -> None:
+async def test_the_buffer_is_told_of_sessions() -> None:
     buffer = FakeBuffer(seconds=1.0)
     requests = desk_of(buffer)
-
-    async def turn(*prompt: int, session: str = "") -> list[int]:
-        ids = {"a": np.array(prompt, np.int32)}
-        got = await requests.run(ids, n=1, sampling=SAMPLING, seed=3, session=session)  # type: ignore[arg-type]
-        return [*prompt, *got["a"].responses[0].token_ids.tolist()]  # type: ignore[index]
-
-    context = await turn(1, 2)
-    buffer.error = RolloutFailed("no")
-    with pytest.raises(HttpError):
-        await turn(*context, 5)
-    buffer.error = None
-    await turn(*context, 5)
-    await turn(1, session="s")
-    await turn(2, session="s")
-    said = len(context) - 2
-    name = "conversation-1"
-    later = ("later", name, said)
-    assert buffer.turns[:3] == [("first", name, 0), later, later]
-    assert buffer.turns[3:] == [("first", "conversation-2", 0), ("segment", "conversation-2", 0)]
-    assert (requests.counters["later_turns"], requests.counters["segments"]) == (2, 1)
+    for session in ("", "s"):
+        await requests.run({"a": [1]}, n=1, sampling=SAMPLING, seed=3, session=session)  # type: ignore[dict-item]
     await ask(requests)
-    assert buffer.turns[-1] is None
+    assert buffer.sessions == ["", "s", None]
 
 
 @virtual

@@ -28,7 +28,7 @@ from seer.services.buffer.requests.state import GroupState
 
 Out = list[Instruction]
 Key = tuple[str, str, int]
-"""Trainer, and the trajectory's own name with -1, or the id of the named group and the index in it."""
+"""Trainer, id of the named group and index in it; or no trainer, the trajectory's own name and -1."""
 
 MAX_PLACES = 10_000
 """Trajectories that nobody awaits, but of which it is known where they ran last."""
@@ -67,7 +67,7 @@ def progress_of_turns(group_id: str, generated: int, *, finished: bool = False) 
 def key_of(group: GroupState) -> Key:
     """Return which trajectory a turn is of."""
     if group.turn is not None and group.turn.trajectory:
-        return group.rollout.trainer, group.turn.trajectory, -1
+        return "", group.turn.trajectory, -1
     return group.rollout.trainer, group.shared_id, group.first_index
 
 

@@ -30,9 +30,8 @@ from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.types import Capacity, TurnSpec
+from seer.common.types import Capacity
 from seer.common.wire import Status, Tokens
-from seer.gateway.conversations import Turn
 from seer.gateway.errors import HttpError
 from seer.gateway.group_names import Place
 
@@ -127,13 +126,13 @@ class BufferClient:
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
-        turn: Turn | None = None,
+        session: str | None = None,
         media: Sequence[Placed] = (),
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        `turn`: the one prompt is a turn of a conversation; `media`: its images. Cancelled, it cancels the
-        prompts in the buffer, too.
+        `session`: that of the one prompt, which may go on from an earlier one; `media`: its images. If it is
+        cancelled, so are the prompts in the buffer.
         """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
@@ -142,7 +141,7 @@ class BufferClient:
             place: rollout.submit(
                 Prompt(f"{next(self._numbers)}", token_ids=ids, media=media), n=n, sampling=sampling,
                 seed=seed, weight_version=-1, group=place.group, first_index=place.first_index,
-                stream=sink is not None, turn=_spec(turn, sampling),
+                stream=sink is not None, session=session,
             )
             for place, ids in prompts.items()
         }  # fmt: skip
@@ -207,14 +206,6 @@ class BufferClient:
         if not self._problem:
             _log.warning("the buffer is away", endpoint=self._endpoint, problem=problem)
         self._problem = problem
-
-
-def _spec(turn: Turn | None, sampling: SamplingParams) -> TurnSpec | None:
-    """Return a turn for the buffer: updates must not wait for a next one, as nobody knows of any."""
-    if turn is None:
-        return None
-    most = turn.generated + sampling.max_tokens
-    return TurnSpec(turn.prompt_len, turn.generated, most, 0.0, turn.name)
 
 
 async def _hand_over(place: Place, prompt: PromptInFlight, sink: Sink, outcome: Outcome) -> None:

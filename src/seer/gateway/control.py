@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Coroutine, Sequence
 from pathlib import PurePosixPath
@@ -28,6 +29,9 @@ from seer.gateway.errors import HttpError, bad
 from seer.gateway.models import Adapter
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+TURNS = ("later_turns", "segments")
+"""Counters of the buffer (`services/buffer/conversations.py`)."""
 
 _IN_FLIGHT: dict[str, Literal["abort", "error"]] = {"restart": "abort", "abort": "abort", "refuse": "error"}
 
@@ -186,10 +190,13 @@ class Control:
         return (await self._buffer.fresh_status()).weight_version
 
     async def counts(self) -> dict[str, int]:
-        """Return the sums over all processes."""
+        """Return the sums over all processes, and what the buffer has counted of turns."""
         total: Counter[str] = Counter()
         for counts in await asyncio.gather(*(each.counts() for each in self._processes)):
             total.update(counts)
+        with contextlib.suppress(SeerError):  # a buffer that is away
+            counters = (await self._buffer.fresh_status()).counters
+            total.update({name: counters[name] for name in TURNS if name in counters})
         return dict(total)
 
     async def _idle(self) -> bool:

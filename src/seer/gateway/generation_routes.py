@@ -166,11 +166,10 @@ class GenerationRoutes:
         )
 
     async def finish_session(self, request: Request) -> Response:
-        """`/finish_session?session_id=`: SkyRL's client says that a trajectory has ended."""
+        """`/finish_session?session_id=`: SkyRL's client ends a trajectory; nothing awaits its next turn."""
         session = request.query_params.get("session_id", "")
         if not session:
             raise bad("session_id", session, "give the X-Session-ID that has ended")
-        self._requests.forget(session)
         return answer({"status": "ok"})
 
     async def _streamed(

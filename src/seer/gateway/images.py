@@ -25,7 +25,6 @@ from seer.common.image_models import ImageModel
 from seer.common.media import Medium
 from seer.common.media import read as read_medium
 from seer.common.types import MAX_MEDIUM_BYTES
-from seer.common.wire import Tokens
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.messages import ImageFile
 from seer.gateway.picture_processor import NO_IMAGES
@@ -123,13 +122,3 @@ class Images:
 
     def _bytes_held(self) -> int:
         return sum(len(data) for data in self._held.values())
-
-
-def context(tokens: Tokens, media: Sequence[Placed]) -> Tokens:
-    """Return tokens that tell images apart: in place of each, numbers from its name."""
-    if not media:
-        return tokens
-    found = np.array(tokens)
-    for each in media:
-        found[each.offset : each.offset + each.length] = int(each.medium.name[:7], 16)
-    return found

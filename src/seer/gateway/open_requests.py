@@ -26,19 +26,16 @@ from seer.client import Delta, Group, Placed, SamplingParams
 from seer.common.errors import SeerError
 from seer.common.wire import Tokens
 from seer.gateway.buffer_client import BufferClient, Sink
-from seer.gateway.conversations import Conversations, Turn
 from seer.gateway.errors import HttpError, as_http, bad
 from seer.gateway.group_names import Place
-from seer.gateway.images import context
 
 COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
-    "interrupted_streams", "later_turns", "segments",
+    "interrupted_streams",
 )  # fmt: skip
 """Totals since the process started. `restarted` are prompts, each time that an update ended them;
 `discarded_tokens` had been generated for them. `interrupted_streams` failed because tokens of theirs had been
-sent when an update ended them. `later_turns` went on from an earlier request; `segments` are those of a known
-session that did not, as their history was rewritten."""
+sent when an update ended them."""
 
 STOPPING = "the gateway stops: send it to another"
 
@@ -50,14 +47,14 @@ Plan = tuple[SamplingParams, Mapping[Place, Tokens]]
 class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
-    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `turn`: which
-    turn of a conversation it is. `media`: the images of its one prompt.
+    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `session` and
+    `media`, its images, are of its one prompt.
     """
 
     n: int
     seed: int
     sink: Sink | None = None
-    turn: Turn | None = None
+    session: str | None = None
     media: Sequence[Placed] = ()
     begun: set[Place] = field(default_factory=set)
     groups: dict[Place, Group] = field(default_factory=dict)
@@ -90,7 +87,6 @@ class OpenRequests:
         self._idle.set()
         self._closed = False
         self.under_way = 0
-        self._conversations = Conversations()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # --- requests ------------------------------------------------------------------------
@@ -117,23 +113,12 @@ class OpenRequests:
         if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
         plans = self._plans(prompts, sampling, media)
-        contexts = [context(ids, media) for ids in prompts.values()]
-        with self._conversations.open(contexts, session) as answer:
-            turn = answer.turn
-            self.counters["later_turns"] += turn is not None and turn.kind == "later"
-            self.counters["segments"] += turn is not None and turn.kind == "segment"
-            request = _OpenRequest(n, seed, sink, turn, media)
-            self._requests.add(request)
-            try:
-                groups = await self._result(request, plans)
-            finally:
-                self._requests.discard(request)
-            answer.tokens = next(iter(groups.values())).responses[0].token_ids
-        return groups
-
-    def forget(self, session: str) -> None:
-        """Forget a session: no request will go on from its answers."""
-        self._conversations.forget(session)
+        request = _OpenRequest(n, seed, sink, session, media)
+        self._requests.add(request)
+        try:
+            return await self._result(request, plans)
+        finally:
+            self._requests.discard(request)
 
     async def stream(
         self,
@@ -246,7 +231,7 @@ class OpenRequests:
                     sampling=sampling,
                     seed=request.seed,
                     sink=request.sink and request.hand_on,
-                    turn=request.turn,
+                    session=request.session,
                     media=request.media,
                 )
             finally:

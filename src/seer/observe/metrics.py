@@ -49,6 +49,8 @@ SYSTEM = (
     Row("seer_chunks_lost_total", "counters.lost", "Chunks that ran for nothing."),
     Row("seer_prompts_refused_total", "counters.refused", "Prompts that were refused, failed or cancelled."),
     Row("seer_groups_expired_total", "counters.expired", "Finished groups that nobody fetched in time."),
+    Row("seer_later_turns_total", "counters.later_turns", "Prompts of sessions that went on from another."),
+    Row("seer_segments_total", "counters.segments", "Prompts of sessions with a rewritten history."),
 )
 
 ENGINE = (

@@ -1,20 +1,24 @@
-"""Which requests over HTTP go on from which: found whatever comes between, bounded, and never waited for."""
+"""Which prompts of sessions go on from which: found whatever comes between, bounded, and never waited for."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.gateway.conversations import Conversations
+from seer.common.types import Placed
+from seer.services.buffer.conversations import Conversations, context
 
 
 def ids(*tokens):
     return np.array(tokens, np.int32)
 
 
+def begin(conversations, *prompt, session="", group="g"):
+    return conversations.begin(group, ids(*prompt), session)
+
+
 def say(conversations, prompt, *answer, session=""):
-    turn = conversations.begin(ids(*prompt), session)
-    conversations.answered(turn, ids(*answer))
+    turn = begin(conversations, *prompt, session=session, group="said")
+    conversations.answered("said", ids(*answer))
     return turn
 
 
@@ -32,19 +36,6 @@ def test_a_prompt_that_begins_with_a_whole_context_goes_on():
     assert (seen(second), second.name) == (("later", 2, 2), first.name)
     assert seen(say(conversations, [1, 2, 3, 4, 9, 5])) == ("later", 2, 3)
     assert say(conversations, [1, 2, 3, 4, 8]).kind == "first"  # the context has grown
-
-
-def test_a_session_that_is_forgotten_begins_anew():
-    conversations = Conversations()
-    other = say(conversations, [1], 2, session="b")
-    say(conversations, [1], 2, session="a")
-    under_way = conversations.begin(ids(7), "a")
-    conversations.forget("a")
-    assert len(conversations) == 1
-    conversations.answered(under_way, ids(8))
-    assert say(conversations, [7, 8, 9], session="a").kind == "first"
-    assert say(conversations, [1, 2, 3], session="a").kind == "segment"  # of the session that began just now
-    assert say(conversations, [1, 2, 3], session="b").name == other.name
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=30), st.data())
@@ -66,15 +57,16 @@ def test_it_is_what_a_list_of_contexts_would_say(prompts, data):
 def test_nothing_goes_on_from_what_is_under_way():
     conversations = Conversations()
     say(conversations, [1], 2)
-    under_way = conversations.begin(ids(1, 2, 3))
-    assert conversations.begin(ids(1, 2, 3)).kind == "first"
-    conversations.failed(under_way)
-    assert seen(conversations.begin(ids(1, 2, 3))) == ("later", 1, 1)
+    begin(conversations, 1, 2, 3)
+    assert begin(conversations, 1, 2, 3, group="other").kind == "first"
+    conversations.failed("g")
+    assert seen(begin(conversations, 1, 2, 3)) == ("later", 1, 1)
 
 
 def test_a_request_without_an_answer_leaves_nothing():
     conversations = Conversations()
-    conversations.failed(conversations.begin(ids(1)))
+    begin(conversations, 1)
+    conversations.failed("g")
     assert len(conversations) == 0
     assert say(conversations, [1], 2).kind == "first"
 
@@ -109,24 +101,23 @@ def test_samples_of_one_prompt_may_share_a_session():
 
 def test_a_session_that_is_generating_is_not_taken_by_a_rewritten_history():
     conversations = Conversations()
-    under_way = conversations.begin(ids(1, 2), "a")
+    under_way = begin(conversations, 1, 2, session="a")
     rewritten = say(conversations, [5], session="a")
     assert rewritten.kind == "segment"
     assert rewritten.name != under_way.name
-    conversations.answered(under_way, ids(3))
+    conversations.answered("g", ids(3))
     assert say(conversations, [1, 2, 3], session="a").name == under_way.name
 
 
 def test_the_oldest_are_forgotten():
     conversations = Conversations(most=3)
-    under_way = conversations.begin(ids(1))
+    begin(conversations, 1)
     for token in (2, 3):
         say(conversations, [token], 9)
     say(conversations, [2, 9], 9)
     say(conversations, [4], 9)
     assert len(conversations) == 3
-    conversations.answered(under_way, ids(9))  # its place is taken
-    conversations.failed(under_way)
+    conversations.answered("g", ids(9))  # its place is taken
     assert [say(conversations, prompt).kind for prompt in ([2, 9, 9], [3, 9], [1, 9])] == [
         "later", "later", "first",
     ]  # fmt: skip
@@ -135,16 +126,24 @@ def test_the_oldest_are_forgotten():
 def test_contexts_may_be_long():
     conversations = Conversations()
     prompt = np.arange(20_000, dtype=np.int32)
-    conversations.answered(conversations.begin(prompt), ids(*range(5000)))
-    assert conversations.begin(np.concatenate([prompt, ids(*range(5000))])).kind == "later"
+    conversations.begin("g", prompt, "")
+    conversations.answered("g", ids(*range(5000)))
+    assert conversations.begin("h", np.concatenate([prompt, ids(*range(5000))]), "").kind == "later"
 
 
-@pytest.mark.parametrize("tokens", [None, ids(4)])
-def test_what_a_request_came_to_is_kept(tokens):
+def test_each_turn_ends_once():
     conversations = Conversations()
-    with conversations.open([ids(1)], None) as answer:
-        assert answer.turn is None
-    assert len(conversations) == 0
-    with conversations.open([ids(1)], "") as answer:
-        answer.tokens = tokens
-    assert len(conversations) == (tokens is not None)
+    begin(conversations, 1)
+    for _ in range(2):  # a result that is delivered twice
+        conversations.answered("g", ids(2))
+    conversations.failed("g")  # and acknowledged
+    assert seen(begin(conversations, 1, 2, 3)) == ("later", 1, 1)
+    assert conversations.counters == {"later_turns": 1, "segments": 0}
+
+
+def test_images_of_one_length_are_not_one_context():
+    prompt = ids(1, 7, 7, 2)
+    one, two = (context(prompt, [Placed(name, 1, 2)]) for name in ("a", "b"))
+    assert one[[0, 3]].tolist() == two[[0, 3]].tolist() == [1, 2]
+    assert one[1] == one[2] != two[1]
+    assert context(prompt, []) is prompt

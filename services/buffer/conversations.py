@@ -1,32 +1,35 @@
-"""Which requests over HTTP go on from an earlier one: a table of the contexts that were answered. Pure.
+"""Which prompts of a session go on from an earlier one: a table of the contexts that were answered. Pure.
 
-A context is the prompt and the answer of a request, as token ids. Only its length and a hash are kept; the
-hashes of all beginnings of a prompt are computed at once.
+A context is a prompt and its response, as token ids. Only its length and a hash are kept; the hashes of all
+beginnings of a prompt are computed at once.
 
-Invariants (tests/unit/test_gateway_conversations.py):
-- a prompt that begins with the whole context of an earlier request of its session goes on from that request;
-  from the longest context, if there are several. Prompts without a session are one session;
-- a conversation that goes on is under way until its request is answered: no other request goes on from it;
-- a prompt of a known session that goes on from no context there, and is no first prompt of the session's
-  conversations, has a rewritten history: the prompt begins a segment. If the session has one conversation
-  that is not under way, the segment takes that conversation's name;
-- a forgotten session begins anew, also where one of its turns is under way;
+Invariants (tests/unit/test_conversations.py):
+- a prompt that begins with the whole context of an earlier prompt of its session goes on from that one; from
+  the longest context, if there are several. Whoever submits them: all gateways and their processes have the
+  same sessions. The session without a name is one of them;
+- a conversation that goes on is under way until its prompt is answered: no other prompt goes on from it;
+- a prompt of a session with a name that goes on from no context there, and is no first prompt of the
+  session's conversations, has a rewritten history: the prompt begins a segment. If the session has one
+  conversation that is not under way, the segment takes that conversation's name;
 - at most `most` conversations are known; the one that was used longest ago is forgotten first.
 
-No token depends on any of this, so a hash that is equal by chance costs time alone.
+No token depends on any of this: a hash that is equal by chance, or a buffer that starts again and knows no
+conversation, costs time alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from seer.common.types import Placed, TurnSpec
 from seer.common.wire import Tokens
 
 Words = npt.NDArray[np.uint64]
@@ -55,7 +58,7 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation. `number` names the conversation, `row` is its place in the table.
+    """One prompt of a conversation. `number` names the conversation, `row` is its place in the table.
 
     `prompt_len` tokens are the prompt that the conversation, or its segment, began with; `generated` of the
     others came from the model. `length` and `hash` are of this turn's own prompt; `used` is its time.
@@ -75,17 +78,16 @@ class Turn:
         """The name of the conversation."""
         return f"conversation-{self.number}"
 
-
-@dataclass(slots=True)
-class Answer:
-    """The tokens of the answer to a `turn`; None: the turn has no tokens, or is no turn."""
-
-    turn: Turn | None = None
-    tokens: Tokens | None = None
+    def spec(self, max_tokens: int) -> TurnSpec:
+        """Return it as a turn for which no update waits: nobody knows whether another one will come."""
+        return TurnSpec(self.prompt_len, self.generated, self.generated + max_tokens, 0.0, self.name)
 
 
 class Conversations:
-    """See the module's docstring. `seed` fixes the hash."""
+    """See the module's docstring. `seed` fixes the hash. `counters` has totals since the start.
+
+    `later_turns` went on from an earlier prompt, `segments` did not, as their history was rewritten.
+    """
 
     def __init__(self, most: int = MOST, seed: int | None = None) -> None:
         self._table = np.zeros(most, _ROW)
@@ -93,36 +95,20 @@ class Conversations:
         self._factors: Words = np.zeros(0, np.uint64)
         self._clock = 0
         self._numbers = 0
+        self._under_way: dict[str, Turn] = {}  # by group
+        self.counters = Counter(later_turns=0, segments=0)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table["length"]))
 
-    @contextlib.contextmanager
-    def open(self, prompts: Iterable[Tokens], session: str | None) -> Iterator[Answer]:
-        """Take the one prompt of a request, and what its body puts into the answer.
-
-        Without a session (None) the request is no turn of a conversation.
-        """
-        if session is None:
-            yield Answer()
-            return
-        [prompt] = prompts
-        answer = Answer(turn := self.begin(prompt, session))
-        try:
-            yield answer
-        finally:
-            if answer.tokens is None:
-                self.failed(turn)
-            else:
-                self.answered(turn, answer.tokens)
-
-    def begin(self, prompt: Tokens, session: str = "") -> Turn:
-        """Return what a prompt is a turn of; `answered` or `failed` must follow."""
+    def begin(self, group_id: str, prompt: Tokens, session: str) -> Turn:
+        """Return what the prompt of a group is a turn of; `answered` or `failed` must follow."""
         name = _session_hash(session)
         beginnings = self._hashes(prompt, 0)
         row = self._goes_on(beginnings, name)
         if row is not None:
-            return self._turn("later", row, len(prompt), beginnings[-1])
+            self.counters["later_turns"] += 1
+            return self._turn("later", group_id, row, len(prompt), beginnings[-1])
         whole = beginnings[-1]
         known = self._rewritten(name, whole) if session else None
         row = int(np.argmin(self._table["used"])) if known is None or known < 0 else known
@@ -131,30 +117,34 @@ class Conversations:
             self._numbers += 1
             number = self._numbers
         self._table[row] = (len(prompt), whole, whole, name, 0, True, number, len(prompt), 0)
-        return self._turn("first" if known is None else "segment", row, len(prompt), whole)
+        self.counters["segments"] += known is not None
+        return self._turn("first" if known is None else "segment", group_id, row, len(prompt), whole)
 
-    def answered(self, turn: Turn, tokens: Tokens) -> None:
-        """Take note of the answer to a turn: later prompts may go on from it."""
+    def answered(self, group_id: str, tokens: Tokens) -> None:
+        """Take note of the answer to a turn, if the group is one: later prompts may go on from it."""
+        turn = self._ended(group_id)
+        if turn is None:
+            return
         row = self._table[turn.row]
-        if row["used"] != turn.used:
-            return  # it was forgotten meanwhile
         row["length"] = turn.length + len(tokens)
         row["hash"] = self._hashes(tokens, turn.length, turn.hash)[-1] if len(tokens) else turn.hash
         row["generated"] += len(tokens)
         row["under_way"] = False
 
-    def failed(self, turn: Turn) -> None:
-        """Forget a turn that has no answer: the turn may come again."""
-        if self._table["used"][turn.row] != turn.used:
+    def failed(self, group_id: str) -> None:
+        """Forget a turn that has no answer, if the group is one: the turn may come again."""
+        turn = self._ended(group_id)
+        if turn is None:
             return
         if turn.kind == "later":
             self._table["under_way"][turn.row] = False
         else:
             self._table[turn.row] = np.zeros((), _ROW)
 
-    def forget(self, session: str) -> None:
-        """Forget all conversations of a session, those under way, too."""
-        self._table[self._table["session"] == _session_hash(session)] = np.zeros((), _ROW)
+    def _ended(self, group_id: str) -> Turn | None:
+        """Return the turn that a group was, unless its conversation was forgotten meanwhile."""
+        turn = self._under_way.pop(group_id, None)
+        return turn if turn is not None and self._table["used"][turn.row] == turn.used else None
 
     def _goes_on(self, beginnings: Words, session: np.uint64) -> int | None:
         """Return the row of the longest context that a prompt begins with; None: there is none."""
@@ -171,14 +161,15 @@ class Conversations:
             return None
         return int(rows[0]) if len(rows) == 1 and not self._table["under_way"][rows[0]] else -1
 
-    def _turn(self, kind: Kind, row: int, length: int, whole: np.uint64) -> Turn:
+    def _turn(self, kind: Kind, group_id: str, row: int, length: int, whole: np.uint64) -> Turn:
         self._clock += 1
         entry = self._table[row]
         entry["used"], entry["under_way"] = self._clock, True
-        return Turn(
+        turn = self._under_way[group_id] = Turn(
             kind, int(entry["number"]), int(entry["prompt_len"]), int(entry["generated"]), row, self._clock,
             length, int(whole),
         )  # fmt: skip
+        return turn
 
     def _hashes(self, tokens: Tokens, start: int, before: int = 0) -> Words:
         """Return the hash of each beginning that ends in `tokens`, which follow on `start` others."""
@@ -193,3 +184,13 @@ class Conversations:
 def _session_hash(session: str) -> np.uint64:
     digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
+
+
+def context(tokens: Tokens, media: Sequence[Placed]) -> Tokens:
+    """Return tokens that tell images apart: in place of each, numbers from its name."""
+    if not media:
+        return tokens
+    found = np.array(tokens)
+    for each in media:
+        found[each.offset : each.offset + each.length] = zlib.crc32(each.name.encode()) >> 1
+    return found
