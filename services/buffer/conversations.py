@@ -39,7 +39,7 @@ MOST = 10_000
 """Conversations that are known; each takes about 50 bytes."""
 
 _GROWTH = 8192
-"""Positions for which factors are drawn at once."""
+"""Positions for which factors are drawn at once, at least."""
 
 _ROW = np.dtype(
     [
@@ -173,8 +173,9 @@ class Conversations:
 
     def _hashes(self, tokens: Tokens, start: int, before: int = 0) -> Words:
         """Return the hash of each beginning that ends in `tokens`, which follow on `start` others."""
-        while len(self._factors) < start + len(tokens):
-            drawn = self._random.integers(0, 2**64, _GROWTH, np.uint64)
+        lacking = start + len(tokens) - len(self._factors)
+        if lacking > 0:
+            drawn = self._random.integers(0, 2**64, max(lacking, _GROWTH), np.uint64)
             self._factors = np.concatenate([self._factors, drawn])
         factors = self._factors[start : start + len(tokens)]
         sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * factors, dtype=np.uint64)

@@ -17,6 +17,9 @@ from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 
+MOST_CONTEXT = 2**20
+"""Tokens of a longest prompt of a session for which the buffer looks where it goes on: 10 ms of its time."""
+
 PART_REQUESTS = 1024
 """Requests of one event: to open them takes about 20 ms, in which the buffer does nothing else."""
 
@@ -57,7 +60,8 @@ def with_turns(
     found = {}
     for prompt_id, prompt in prompts.items():
         group_id = ids.group_id(rollout_id, prompt_id)
-        if prompt.session is not None and group_id not in store:
+        looked_up = group_id not in store and len(prompt.tokens) <= MOST_CONTEXT
+        if prompt.session is not None and looked_up:
             turn = conversations.begin(group_id, context(prompt.tokens, prompt.media), prompt.session)
             prompt = replace(prompt, turn=turn.spec(prompt.sampling.max_tokens))
         found[prompt_id] = prompt
