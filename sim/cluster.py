@@ -1,9 +1,9 @@
 """One rollout in virtual time: the production's buffer and context machines with simulated engines.
 
-Both machines are the production code: `services/buffer/requests/machine.py` and
-`services/context/machine.py` get the events that their servers would pass them, and their instructions are
-performed on `Instance`s. Delays are modelled: of a dispatch, of publishing estimates, and of KV that a chunk
-fetches from the pool (sim/pool.py).
+Both machines are the production code: `services/buffer/requests/request_machine.py` and
+`services/context/context_machine.py` get the events that their servers would pass to them. Their
+instructions are performed on `Instance`s. Delays are modelled: of a dispatch, of publishing estimates, and
+of KV that a chunk fetches from the pool (sim/pool.py).
 
 Invariants (tests/unit/test_sim_cluster.py asserts them):
 - every response ends once, with the length that the workload says, under every policy;
@@ -24,8 +24,8 @@ from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
 from seer.services.buffer.events import Joined, ToLife
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.context.machine import EstimateMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.context.context_machine import EstimateMachine
 from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.network import Link, Network

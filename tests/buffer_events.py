@@ -8,7 +8,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer.events import Left
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256)
 LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2000)

@@ -3,7 +3,7 @@
 from seer.common import ids
 from seer.common.policy.placement import stay_or_least_loaded
 from seer.services.buffer.requests.group_registry import GroupRegistry
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.statistics import Statistics
 
 

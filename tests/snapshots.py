@@ -1,8 +1,8 @@
 """Machines made anew of their own snapshot."""
 
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.log.snapshot import parse, restored, snapshot
-from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 
 def again(machine: BufferMachine) -> BufferMachine:

@@ -29,7 +29,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer.events import FromTrainer, Joined
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 GROUP = 16
 CHUNK = 2048

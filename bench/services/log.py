@@ -29,6 +29,7 @@ from decisions import CHUNK, Fleet
 from lib.hardware import machine
 
 from seer.common.policy.schedule import POLICIES
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import rows, segments
 from seer.services.buffer.log.kept import KeptChunks, SoFar
@@ -36,12 +37,11 @@ from seer.services.buffer.log.outage import check_room
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.snapshot import parse, restored, snapshot
 from seer.services.buffer.log.writer import LogWriter
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import Limits
-from seer.services.buffer.sleep import SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 REQUESTS, INSTANCES = 10_000, 102
 NEWS = 4

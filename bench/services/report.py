@@ -29,9 +29,9 @@ from seer.report.log_files import read_timeline
 from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out
+from seer.services.buffer.buffer_machine import Event
 from seer.services.buffer.events import Joined, Left
 from seer.services.buffer.log import rows
-from seer.services.buffer.machine import Event
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import Limits
 

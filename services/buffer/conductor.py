@@ -19,13 +19,13 @@ from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
-from seer.services.buffer import sleep, views
+from seer.services.buffer import sleep_machine, views
+from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.conversations import Conversations
 from seer.services.buffer.events import Drained, Joined, Left, Tick, ToEngine, ToLife, ToTrainer, Weights
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.machine import BufferMachine, Event, Instruction
-from seer.services.buffer.media.machine import MediaMachine
+from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.response_store import TOKEN_BYTES, Store, SubmittedPrompt
@@ -253,7 +253,7 @@ class Conductor:
                 self._out.life(life, answer)
             case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                 self._out.publish(item)
-            case sleep.GiveUp(name):
+            case sleep_machine.GiveUp(name):
                 self._engines.forget(name)
                 self._log_loss(name, "it did not sleep or wake in time")
             case _:

@@ -21,10 +21,10 @@ from seer.common.net.transport.base import Router
 from seer.common.policy.rollout_bound import best_of_lives
 from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended
 from seer.services.buffer.events import FromEngine
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import check_register, handle_hello, life_of

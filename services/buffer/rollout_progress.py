@@ -15,7 +15,7 @@ from heapq import nlargest
 
 from seer.common import ids, wire
 from seer.common.policy.eta import Pace, Work, eta_seconds, expected_remainder
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 
 STEP = 500

@@ -35,8 +35,8 @@ from seer.common.wire import (
     Refused,
     WeightsPrepared,
 )
+from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToLife
-from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
 

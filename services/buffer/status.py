@@ -22,8 +22,8 @@ from seer.common.net.identity import Identity
 from seer.common.policy.eta import expected_remainder
 from seer.common.policy.rollout_bound import bound_seconds
 from seer.common.types import InstanceStats
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.log.outage import Outage
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.state import RequestState, RolloutState
 from seer.services.buffer.response_store import TOKEN_BYTES
 from seer.services.buffer.rollout_progress import Survey, newest, survey

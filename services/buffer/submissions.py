@@ -13,7 +13,7 @@ from seer.common.errors import InvalidField
 from seer.common.types import check_placed
 from seer.services.buffer.conversations import Conversations, context
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.machine import MediaMachine
+from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 

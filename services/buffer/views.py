@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from seer.common import wire
 from seer.common.net.stream import page_count, page_of
 from seer.services.buffer.requests import state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.turn_placement import progress_of_turns
 
 

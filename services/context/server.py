@@ -21,7 +21,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.services.context.machine import EstimateMachine
+from seer.services.context.context_machine import EstimateMachine
 
 BATCH = 500
 """Most groups per message: the buffer sorts their waiting requests again, and does nothing else meanwhile."""

@@ -16,7 +16,7 @@ from chaos.virtual import draw, quiet, run, run_plan, story
 from seer.common import wire
 from seer.services.buffer.events import FromEngine
 from seer.services.buffer.log import rows
-from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.sleep_machine import SleepMachine
 
 BATCH = 25
 RARE = (

@@ -13,7 +13,7 @@ from seer.services.buffer.log.replay import replay, replay_life
 from seer.services.buffer.log.rows import LogError, read
 from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests.instructions import Dispatch
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 
 async def eventful(tmp_path):

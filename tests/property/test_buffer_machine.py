@@ -28,15 +28,15 @@ from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, TurnSpec
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Left, Tick, ToEngine, ToLife
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.turn_placement import key_of
-from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.sleep_machine import SleepMachine
 from seer.services.buffer.statistics import Statistics
-from seer.services.buffer.weights.machine import WeightsMachine
-from seer.services.context.machine import EstimateMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
+from seer.services.context.context_machine import EstimateMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")

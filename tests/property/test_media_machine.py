@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from seer.services.buffer.media.machine import STALL, MediaMachine
+from seer.services.buffer.media.media_machine import STALL, MediaMachine
 
 ROOM = 100
 SIZES = {letter * 64: size for letter, size in zip("abcdef", (10, 20, 30, 40, 50, 100), strict=True)}

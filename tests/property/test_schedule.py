@@ -18,7 +18,7 @@ from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, length_quantile, oracle
 from seer.common.types import Capacity
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 CAP = 4000
 EVERY = [*POLICIES.values(), oracle({"r/p#0": CAP})]

@@ -13,7 +13,7 @@ from wishless import SleepMachine
 
 from seer.common import wire
 from seer.common.sleep import SleepState
-from seer.services.buffer import sleep
+from seer.services.buffer import sleep_machine
 from seer.services.buffer.events import Left, Tick, ToEngine, ToTrainer
 
 NAMES = ("a", "b", "c")
@@ -45,7 +45,7 @@ class Engine:
 
 class World:
     def __init__(self):
-        self.machine = sleep.SleepMachine(seconds=5.0, first_wish=1)
+        self.machine = sleep_machine.SleepMachine(seconds=5.0, first_wish=1)
         self.now = 0.0
         self.idle = True
         self.engines: dict[str, Engine] = {}
@@ -66,7 +66,7 @@ class World:
                     assert name not in self.loading
                     assert not engine.orders, "one step after the other"
                     engine.orders.append(order)
-                case sleep.GiveUp(name):
+                case sleep_machine.GiveUp(name):
                     self.lose(name)
                 case ToTrainer(message=wire.Slept(problem="") as told):
                     self.open -= 1
@@ -77,7 +77,7 @@ class World:
                     self.answered = told.wish, self.machine.wanted
                 case ToTrainer(message=told):
                     self.open -= 1
-                    assert self.asked is not None or told.problem == sleep.NO_ENGINE
+                    assert self.asked is not None or told.problem == sleep_machine.NO_ENGINE
         if any(engine.state for engine in self.engines.values()):
             assert self.machine.held
         awake = {name for name, engine in self.engines.items() if not engine.state and not engine.orders}
@@ -160,7 +160,11 @@ class World:
     def restart(self, first_wish):
         was = any(engine.state for engine in self.engines.values())
         wanted, latest = self.machine.wanted, self.machine._wish
-        self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0, first_wish=first_wish), 0, True
+        self.machine, self.open, self.idle = (
+            sleep_machine.SleepMachine(seconds=5.0, first_wish=first_wish),
+            0,
+            True,
+        )
         self.loading.clear()
         engines, self.engines = self.engines, {}  # the new buffer knows of one after the other
         for name, engine in engines.items():
@@ -214,7 +218,7 @@ def test_engines_hold_memory_as_was_last_asked(steps):
         world.handle(Tick())
         for name in list(world.engines):
             world.step("answer", name, 0)
-    world.now += sleep.GRACE_SECONDS + 1
+    world.now += sleep_machine.GRACE_SECONDS + 1
     world.handle(Tick())
     assert world.open == 0
     assert world.machine.wanted == wanted
@@ -240,7 +244,7 @@ def test_an_engine_that_does_not_answer_is_given_up():
     asked = machine.apply(orders.sleep("t", True), 0.0, idle=True)
     assert asked == [orders.rest("a", True), orders.rest("b", True)]
     assert answer(machine, "b", ASLEEP) == []
-    assert machine.apply(Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), orders.rests("t", True)]
+    assert machine.apply(Tick(), 5.5, idle=True) == [sleep_machine.GiveUp("a"), orders.rests("t", True)]
 
 
 def test_another_trainer_is_told_to_wait():

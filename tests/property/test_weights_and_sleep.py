@@ -21,15 +21,15 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity, SamplingParams
 from seer.common.weights.in_place import is_in_place
-from seer.services.buffer import sleep, submissions
+from seer.services.buffer import sleep_machine, submissions
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.media.machine import MediaMachine
+from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import events, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
@@ -92,13 +92,13 @@ class World:
         self.loads_in_place: set[tuple[str, str]] = set()
         self.wanted = None
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
-        self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
+        self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep_machine.SleepMachine(50.0), Store()
         self.conductor = Conductor(
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0, lambda _: None),
             MediaMachine(0), 1e9, 1e9, self, [self],
         )  # fmt: skip
         twin = RequestMachine(self.machine.policy, self.machine.limits)
-        self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep.SleepMachine(50.0))
+        self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep_machine.SleepMachine(50.0))
 
     def record(self, now, event, answered):
         assert self.twin.apply(event, now) == answered
@@ -276,7 +276,9 @@ def test_none_loads_asleep_and_all_end_as_was_asked_last(steps):
     assert {engine.state for engine in world.engines.values()} <= {world.sleep.wanted}
     assert world.sleep.held == bool(world.sleep.wanted)
     # Who has to load does so once it is awake, from what it was started with or where the trainer said.
-    world.time += sleep.GRACE_SECONDS + 1  # where no engine is there, a request for sleep is answered now
+    world.time += (
+        sleep_machine.GRACE_SECONDS + 1
+    )  # where no engine is there, a request for sleep is answered now
     world.conductor.tick()
     world.step("wake", "", 0)
     world.settle()

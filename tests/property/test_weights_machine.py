@@ -8,7 +8,7 @@ from seer.common import wire
 from seer.common.weights.in_place import is_in_place
 from seer.services.buffer.events import FromEngine, Joined, Left, Tick, ToEngine, ToTrainer, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import RETRY_SECONDS, WeightsMachine
+from seer.services.buffer.weights.weights_machine import RETRY_SECONDS, WeightsMachine
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(

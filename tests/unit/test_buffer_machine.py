@@ -9,7 +9,7 @@ from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, STAY
 from seer.common.types import Capacity
 from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.requests import events, instructions, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 
 
 def test_a_group_is_chunked_run_and_delivered_once():

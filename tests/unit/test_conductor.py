@@ -9,16 +9,16 @@ from seer.common import wire
 from seer.common.errors import InvalidField
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, Placed, SamplingParams
-from seer.services.buffer import sleep, submissions
+from seer.services.buffer import sleep_machine, submissions
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.media.machine import MediaMachine
+from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import deliveries, events, state
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 REGISTER = wire.Register(
     capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
@@ -35,7 +35,7 @@ class World:
         self.sent = []
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.lost = []
-        self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep.SleepMachine(9.0), Store()
+        self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep_machine.SleepMachine(9.0), Store()
         self.media = MediaMachine(2**30)
         self.conductor = Conductor(
             self,

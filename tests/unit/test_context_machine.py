@@ -7,8 +7,8 @@ import pytest
 
 from seer.common.policy.draft_costs import CELLS
 from seer.common.policy.length import Estimate, Longest, Posterior
-from seer.services.context import machine as machine_module
-from seer.services.context.machine import EstimateMachine
+from seer.services.context import context_machine as machine_module
+from seer.services.context.context_machine import EstimateMachine
 
 PROMPT, CAP = 100, 1000
 

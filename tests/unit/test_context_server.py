@@ -19,7 +19,7 @@ from seer.common.policy.draft_costs import CELLS
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.services.context import server as context_server
-from seer.services.context.machine import EstimateMachine
+from seer.services.context.context_machine import EstimateMachine
 from seer.services.context.server import MOST_OF_TIME, make
 
 CAP = 1000

@@ -6,7 +6,7 @@ import pytest
 from seer.common import wire
 from seer.services.buffer.events import Left, Weights
 from seer.services.buffer.weights.fan_out import FanOut
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 STREAM = "spool:v1"
 

@@ -21,9 +21,9 @@ from seer.report.svg import date, duration
 from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out, levels
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.log import rows
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import Limits
 

@@ -3,7 +3,7 @@
 import orders
 from wishless import SleepMachine
 
-from seer.services.buffer import sleep
+from seer.services.buffer import sleep_machine
 from seer.services.buffer.events import Left, Tick
 
 ALL = ("kv_cache", "weights")
@@ -38,13 +38,13 @@ def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
     assert made.apply(Tick(), 15.0, idle=True) == []
     assert made.apply(Tick(), 15.5, idle=True) == [orders.rests("t", True, "", 2)]
     assert made.apply(orders.sleep("t", False, 3), 20.0, idle=True) == []
-    assert made.apply(Tick(), 31.0, idle=True) == [orders.rests("t", False, sleep.NO_ENGINE, 3)]
+    assert made.apply(Tick(), 31.0, idle=True) == [orders.rests("t", False, sleep_machine.NO_ENGINE, 3)]
 
 
 def test_nobody_is_awake_when_all_who_sleep_are_gone():
     made = machine("a", wanted=True)
     assert made.apply(orders.sleep("t", False, 1), 1.0, idle=True) == [orders.rest("a", False)]
-    assert made.apply(Left(["a"]), 2.0, idle=True) == [orders.rests("t", False, sleep.NO_ENGINE, 1)]
+    assert made.apply(Left(["a"]), 2.0, idle=True) == [orders.rests("t", False, sleep_machine.NO_ENGINE, 1)]
     made.apply(orders.joined("a", sleeping=ALL), 3.0, idle=True)
     assert made.apply(Tick(), 3.0, idle=True) == [orders.rest("a", False)]
 
@@ -63,7 +63,7 @@ def test_a_new_life_has_a_deadline_of_its_own():
     made.apply(orders.joined("a"), 590.0, idle=True)
     assert made.apply(Tick(), 601.0, idle=True) == [orders.rest("a", True)]
     assert made.apply(Tick(), 1201.0, idle=True) == []
-    assert made.apply(Tick(), 1202.0, idle=True)[0] == sleep.GiveUp("a")
+    assert made.apply(Tick(), 1202.0, idle=True)[0] == sleep_machine.GiveUp("a")
 
 
 def test_who_was_told_to_sleep_is_not_awake_and_an_earlier_answer_changes_nothing():
@@ -109,7 +109,7 @@ def test_a_wish_that_no_buffer_gave_is_not_followed():
 
 
 def test_a_fresh_engine_is_told_by_which_wish_it_is_awake():
-    made = sleep.SleepMachine(first_wish=5)
+    made = sleep_machine.SleepMachine(first_wish=5)
     made.apply(AT_WORK, 0.0, idle=True)
     made.apply(orders.sleep("t", False), 0.0, idle=True)
     fresh = orders.joined("fresh")

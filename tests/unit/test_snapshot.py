@@ -6,13 +6,13 @@ from snapshots import again
 
 from seer.common import wire
 from seer.common.sleep import SleepState
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.log import snapshot
-from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.instructions import Dispatch
-from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.sleep import SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories"}

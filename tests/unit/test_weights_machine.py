@@ -6,7 +6,7 @@ import pytest
 from seer.common import wire
 from seer.services.buffer.events import Drained, Left, Tick, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 OLD = Weights(0, "d0")
 NEW = Weights(1, "d1", "/new")

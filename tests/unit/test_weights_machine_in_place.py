@@ -5,7 +5,7 @@ import orders
 
 from seer.services.buffer.events import Left, Tick, Weights
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import GONE, RETRY_SECONDS, WeightsMachine
+from seer.services.buffer.weights.weights_machine import GONE, RETRY_SECONDS, WeightsMachine
 
 CHECKED = Weights(1, "d1", "spool:one")
 PLAN = "inplace:spool:five"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.log.rows import Header, Line, LogError, read, without_implied
 from seer.services.buffer.log.snapshot import parse, snapshot
-from seer.services.buffer.machine import BufferMachine
 
 MAX_SHOWN = 400
 """Characters of an event or instruction that an error shows: they may have thousands of prompts."""

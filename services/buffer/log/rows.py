@@ -2,8 +2,8 @@
 
 The first line of a file is a `Header` with the machines' state. Every other line is
 `[time, event, [instruction, ...]]`, with the time in seconds of a monotonic clock. Events and instructions
-are those of the machines (`services/buffer/machine.py`), so a log can be replayed as it is (`replay.py`).
-Instructions that follow from their event alone are left out (`instructions.Implied`).
+are those of the machines (`services/buffer/buffer_machine.py`), so a log can be replayed as it is
+(`replay.py`). Instructions that follow from their event alone are left out (`instructions.Implied`).
 
 A process that is killed may leave an incomplete last line: `read` ignores it.
 """
@@ -18,13 +18,13 @@ import msgspec
 
 from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.policy.schedule import POLICIES
+from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction, Logged
 from seer.services.buffer.log.snapshot import parse, restored
-from seer.services.buffer.machine import BufferMachine, Event, Instruction, Logged
 from seer.services.buffer.requests.instructions import Implied
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import Limits
-from seer.services.buffer.sleep import SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 FORMAT = 2
 """1: what releases up to 0.3.0 wrote, before protocol 3."""

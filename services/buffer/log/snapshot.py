@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from seer.common import ids
 from seer.common.policy.fleet import InstanceView
 from seer.common.policy.length import Estimate
+from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Joined
-from seer.services.buffer.machine import BufferMachine
-from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RolloutState
 from seer.services.buffer.requests.turn_placement import Away, Key
-from seer.services.buffer.sleep import SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 
 class RegistryFields(msgspec.Struct):

@@ -31,10 +31,10 @@ import msgspec
 from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
 from seer.common.process.scratch import lasting_temporary_folder
+from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.log import rows, segments
 from seer.services.buffer.log.outage import ROOM_BYTES, Outage, check_room, outage, write_all
 from seer.services.buffer.log.snapshot import snapshot
-from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 FLUSH_BYTES = 2**20

@@ -21,7 +21,7 @@ from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
 from seer.common.types import MAX_MEDIUM_BYTES
 from seer.services.buffer.media.folder import MediaFolder
-from seer.services.buffer.media.machine import Kept, MediaMachine
+from seer.services.buffer.media.media_machine import Kept, MediaMachine
 from seer.services.buffer.own_folder import on_disk
 
 Reply = Callable[[bytes, wire.MediumState | wire.MediumData], Awaitable[None]]

@@ -17,10 +17,10 @@ from seer.common import ids, wire
 from seer.common.types import TurnSpec
 from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
 from seer.report.trajectories import join_turns
-from seer.services.buffer import sleep
+from seer.services.buffer import sleep_machine
+from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.events import FromEngine, FromTrainer, Joined, Left, ToEngine, ToLife, ToTrainer
 from seer.services.buffer.log import rows
-from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
 
@@ -141,7 +141,7 @@ class LogReader:
                 self._restored(group_id)
             case ToLife(message=wire.Refused() as refused):
                 self._refused(refused)
-            case sleep.GiveUp(instance):
+            case sleep_machine.GiveUp(instance):
                 self._left(instance, died=True)
             case ToTrainer(trainer, wire.WeightsLive(call_id=ask)):
                 self._updated(trainer, ask, "")

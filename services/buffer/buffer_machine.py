@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from seer.common import wire
 from seer.common.sleep import SleepState
-from seer.services.buffer import sleep
+from seer.services.buffer import sleep_machine
 from seer.services.buffer.events import (
     Changed,
     Drained,
@@ -26,19 +26,19 @@ from seer.services.buffer.events import (
     Weights,
 )
 from seer.services.buffer.requests import events, instructions
-from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.buffer.sleep_machine import SleepMachine
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights import machine as weights_machine
-from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights import weights_machine
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 Event = events.Event
 
-Logged = instructions.Logged | ToTrainer | sleep.GiveUp
+Logged = instructions.Logged | ToTrainer | sleep_machine.GiveUp
 Instruction = Logged | instructions.Implied
 """Instructions that are not carried out by one of the three machines."""
 
-_AnyInstruction = instructions.Instruction | weight_instructions.Instruction | sleep.Instruction
+_AnyInstruction = instructions.Instruction | weight_instructions.Instruction | sleep_machine.Instruction
 _Step = Callable[[float], Sequence[_AnyInstruction]]
 """Applies one event to one machine, at the given time."""
 
@@ -117,7 +117,7 @@ class BufferMachine:
 
         return step
 
-    def _to_sleep(self, event: sleep.Event) -> _Step:
+    def _to_sleep(self, event: sleep_machine.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
             return self.sleep.apply(event, now, idle=self.requests.idle, loading=self.weights.loading)
@@ -139,7 +139,7 @@ class BufferMachine:
                 return [self._hold()]
             case weight_instructions.Abort():
                 return [self._to_requests(events.RolloutsAborted("aborted by a weight update"))]
-            case sleep.GiveUp(name):
+            case sleep_machine.GiveUp(name):
                 out.append(item)
                 return self._steps(Left([name]))
         out.append(item)
