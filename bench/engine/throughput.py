@@ -18,6 +18,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -138,8 +139,9 @@ class Contestant:
         self.name = name
         command = [sys.executable, __file__, "--serve", name, "--model", model, "--cores", cores]
         self._process = subprocess.Popen(
-            ["taskset", "-c", cores, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            ["taskset", "-c", cores, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         while (line := self._line()) != READY:
             print(f"{name}: {line}", file=sys.stderr)
 
@@ -160,8 +162,8 @@ class Contestant:
         return made / wall, 1e3 * cpu / made
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and those that vLLM started in it."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
