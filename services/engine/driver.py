@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from seer.common.clock import Clock
 from seer.common.errors import EngineBroken, EngineError, SeerError
@@ -30,6 +30,9 @@ from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, StepOutput
+
+if TYPE_CHECKING:
+    from seer.services.engine.server import EngineServer
 
 JOIN_SECONDS = 10.0
 """Longest wait for the backend's thread to end; it is a daemon, so the process ends anyway."""
@@ -48,25 +51,14 @@ class BackendInfo:
     versions: dict[str, str]
 
 
-class Sink(Protocol):
-    """Takes what a backend produced; called on the event loop, must not block."""
-
-    def output(self, out: StepOutput) -> None:
-        """Take one step's output."""
-        ...
-
-    def rejected(self, chunk: Chunk, error: SeerError) -> None:
-        """Take a chunk back that the backend refused."""
-        ...
-
-
 class Driver(ABC):
     """Owns a backend and steps it; all methods are called on the event loop.
 
+    What the backend produces goes to the `sink`, on the event loop, too.
     Each of its methods that is about the backend's own is that, run where the backend runs: see `Backend`.
     """
 
-    def __init__(self, backend: Backend, sink: Sink) -> None:
+    def __init__(self, backend: Backend, sink: EngineServer) -> None:
         self._backend, self._sink = backend, sink
 
     @property
@@ -159,7 +151,7 @@ class InlineDriver(Driver):
     Calls block the loop, so no deadline of them can be enforced.
     """
 
-    def __init__(self, backend: Backend, sink: Sink, clock: Clock) -> None:
+    def __init__(self, backend: Backend, sink: EngineServer, clock: Clock) -> None:
         super().__init__(backend, sink)
         self._clock = clock
         self._work = asyncio.Event()
@@ -217,7 +209,7 @@ _Event = BackendInfo | StepOutput | tuple[Chunk, SeerError] | EngineError
 class ThreadDriver(Driver):
     """Steps on a dedicated thread: for backends that compute."""
 
-    def __init__(self, backend: Backend, sink: Sink) -> None:
+    def __init__(self, backend: Backend, sink: EngineServer) -> None:
         super().__init__(backend, sink)
         self._stats = InstanceStats()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -306,32 +306,32 @@ class EngineServer:
             if deltas:
                 self._driver.feed(deltas)
 
-    # --- for the weight updater ----------------------------------------------------------
+    # --- for the weight updater: nothing here blocks --------------------------------------
 
     def drop_chunks(self) -> None:
-        """See `updater.Engine`."""
+        """Stop all chunks: new weights are about to be loaded."""
         for request_id, run in list(self.running.items()):
             self._drop_chunk(request_id, run.attempt)
 
     def weights_loaded(self) -> None:
-        """See `updater.Engine`: drafts made of the old weights' tokens would seldom be accepted."""
+        """Forget what followed from the old weights: drafts of their tokens would seldom be accepted."""
         if self._draft_groups is not None:
             self.dgds.forget(self._draft_groups.clear())
 
     def answer(self, message: Answer) -> None:
-        """See `updater.Engine`."""
+        """Send an answer to the buffer."""
         self._answers.append(message)
         self._wake()
 
     def register_again(self) -> None:
-        """See `updater.Engine`."""
+        """Tell the buffer which weights are live and what sleeps: it did not order it."""
         self._register_due = True
         self._wake()
 
-    # --- from the backend ----------------------------------------------------------------
+    # --- from the backend: nothing here blocks --------------------------------------------
 
     def output(self, out: StepOutput) -> None:
-        """Take one step's output (see `driver.Sink`)."""
+        """Take one step's output."""
         tokens = sum(len(generated.token_ids) for generated in out.generated)
         self._pace.add(len(out.generated), tokens, out.seconds)
         for generated in out.generated:
@@ -361,7 +361,7 @@ class EngineServer:
             self._wake()
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
-        """Tell the buffer that the backend will not run a chunk (see `driver.Sink`)."""
+        """Tell the buffer that the backend refused a chunk."""
         run = self.running.get(chunk.request_id)
         if run is not None and run.serial == chunk.attempt:
             del self.running[chunk.request_id]

@@ -15,9 +15,9 @@ import functools
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from seer.common import ids, wire
 from seer.common.clock import Clock
@@ -30,9 +30,12 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.engine.driver import end_process
 from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS
-from seer.services.engine.nodes.same_settings import Meeting, meeting, settings_of
+from seer.services.engine.nodes.same_settings import meeting, settings_of
 from seer.services.engine.weights.checker import WeightChecker
 from seer.services.engine.weights.fetcher import WeightFetcher
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.ranks import VllmRanks
 
 LEAVE_SECONDS = 15.0
 """Longest wait for the leader to end when this node was told to stop."""
@@ -40,25 +43,10 @@ LEAVE_SECONDS = 15.0
 _log = get_logger()
 
 
-class Ranks(Protocol):
-    """The ranks of one node; both methods block."""
-
-    def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
-        """Load them, once those of all nodes have met. Raises `EngineError`.
-
-        `ended` is called, on any thread, when one of them ends by itself.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all; idempotent."""
-        ...
-
-
 class Follower:
     """See the module's docstring. A service, see `service.run_process`."""
 
-    def __init__(self, config: Config, transport: Transport, clock: Clock, ranks: Ranks) -> None:
+    def __init__(self, config: Config, transport: Transport, clock: Clock, ranks: VllmRanks) -> None:
         settings = config.engine
         self._config, self._clock, self._ranks = config, clock, ranks
         self._meeting = meeting(settings)

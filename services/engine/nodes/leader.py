@@ -61,7 +61,7 @@ class _Node(msgspec.Struct):
 
 
 class Leader:
-    """Call `start` first, then `gather` and `during`, then `run`. Implements `weights.checker.OtherNodes`."""
+    """Call `start` first, then `gather` and `during`, then `run`."""
 
     def __init__(self, config: Config, clock: Clock, me: Identity, meeting: Meeting) -> None:
         self._config, self._clock, self._me, self._meeting = config, clock, me, meeting
@@ -127,21 +127,24 @@ class Leader:
             await self._hub.reply(node.address, wire.Goodbye(problem=problem))
         self._hub.close()
 
-    # --- weights: see `checker.OtherNodes` ------------------------------------------------
+    # --- weights -------------------------------------------------------------------------
 
     async def check(self, source: str, digest: str, folder: Path) -> tuple[str, ...]:
-        """See `OtherNodes.check`."""
+        """Have each node read a source; return their stamps. `folder`: where this node has it.
+
+        Raises `InvalidField` unless all have weights of this digest.
+        """
         self._stream = await asyncio.to_thread(_stream_of, source, folder)
         answers = await self._ask(source, digest, read=True)
         self._meeting.folders = [answer.folder for answer in answers]
         return tuple(answer.stamps for answer in answers)
 
     async def stamps(self, source: str) -> tuple[str, ...]:
-        """See `OtherNodes.stamps`."""
+        """Return the present stamps of what each node has checked. Raises `InvalidField`."""
         return tuple(answer.stamps for answer in await self._ask(source, "", read=False))
 
     async def discard(self) -> None:
-        """See `OtherNodes.discard`."""
+        """Have each node delete what it copied."""
         self._stream = None
         for node in self._nodes.values():
             await self._hub.reply(node.address, wire.DiscardWeights(version=0, call_id=0))

@@ -1,9 +1,9 @@
 """An engine without a model: vLLM's batching and memory behaviour, with the tokens of `responses.py`.
 
 Invariants:
-- a turn of a response is a function of its key, its position, its media and the weights' digest (see
-  `Responses`), but for a fault planted for `seer verify`: chunking, batching and preemption cannot change it.
-  As in vLLM, a chunk without its media gets other tokens, and no error;
+- a turn of a response is a function of its key, its position, its media and the weights' digest
+  (`responses.py`), but for a fault planted for `seer verify`: chunking, batching and preemption cannot change
+  it. As in vLLM, a chunk without its media gets other tokens, and no error;
 - `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
 - a step lasts `step_seconds` + running * `row_seconds`: it is reported, not slept;
 - max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
@@ -28,7 +28,7 @@ from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedMedium, StepOutput
 from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
-from seer.services.engine.replay.responses import Responses, SyntheticResponses, TraceResponses
+from seer.services.engine.replay.responses import SyntheticResponses, TraceResponses
 
 IMAGE_TOKENS = 1024
 """Most tokens that an image may take."""
@@ -69,7 +69,7 @@ class ReplayBackend:
         self._sleeping = SleepState.AWAKE
         self._has_weights = True
         self._runs: dict[str, _Run] = {}
-        self._responses: Responses | None = None
+        self._responses: SyntheticResponses | TraceResponses | None = None
         self._salt = 0
         self._model_digest = ""
         self._steps = self._generated = self._prompt = 0

@@ -19,7 +19,6 @@ import hashlib
 import math
 import statistics
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -40,18 +39,6 @@ _LENGTH_STREAM = 0x6C656E6774687321
 _NORMAL = statistics.NormalDist()
 
 
-class Responses(Protocol):
-    """Where responses come from."""
-
-    def length(self, chunk: Chunk) -> int:
-        """Return how many tokens the turn that `chunk` belongs to has if max_tokens allows it."""
-        ...
-
-    def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
-        """Return token ids and logprobs of `count` positions from `start` on, counted within the turn."""
-        ...
-
-
 class SyntheticResponses:
     """Uniform tokens below `vocab_size`; log-normal lengths of mean `mean_tokens`."""
 
@@ -60,7 +47,10 @@ class SyntheticResponses:
         self._mu = math.log(mean_tokens) - LENGTH_SIGMA**2 / 2
 
     def length(self, chunk: Chunk) -> int:
-        """See `Responses.length`; min_tokens and ignore_eos are kept."""
+        """Return how many tokens the turn that `chunk` belongs to has if max_tokens allows it.
+
+        min_tokens and ignore_eos are kept.
+        """
         if chunk.sampling.ignore_eos:
             return chunk.sampling.max_tokens + 1
         context = np.asarray(chunk.tokens[: chunk.counts_from], dtype=np.int32).tobytes()
@@ -70,7 +60,7 @@ class SyntheticResponses:
         return max(1, chunk.sampling.min_tokens, round(math.exp(self._mu + LENGTH_SIGMA * score)))
 
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
-        """See `Responses.part`."""
+        """Return token ids and logprobs of `count` positions from `start` on, counted within the turn."""
         tokens = _words(chunk.key, chunk.counts_from + start, count) % self._vocab_size
         return tokens.tolist(), synthetic_logprobs(chunk, start, count)
 
@@ -113,11 +103,11 @@ class TraceResponses:
         known[index] = line
 
     def length(self, chunk: Chunk) -> int:
-        """See `Responses.length`."""
+        """See `SyntheticResponses.length`."""
         return len(self._line(chunk).token_ids)
 
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
-        """See `Responses.part`."""
+        """See `SyntheticResponses.part`."""
         line = self._line(chunk)
         logprobs = synthetic_logprobs(chunk, start, count) if line.logprobs is None else line.logprobs[start:]
         return line.token_ids[start : start + count], logprobs[:count]

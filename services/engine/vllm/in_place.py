@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -38,18 +37,6 @@ class Place:
     device: torch.device
 
 
-class Source(Protocol):
-    """Where the bytes of buckets come from."""
-
-    def take(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's bytes (uint8, [size]). Raises `RuntimeError`, `OSError` or `TimeoutError`."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
-
-
 class Receiver:
     """`problem`: why bytes did not come; empty: all did so far. Raises `SourceLost` if nothing can come."""
 
@@ -61,7 +48,9 @@ class Receiver:
         try:
             if unknown:
                 raise RuntimeError(f"type {min(unknown)} is none of torch's")
-            self._source: Source = Shared(plan, place) if plan.transport == "shared" else Group(plan, place)
+            self._source: Shared | Group = (
+                Shared(plan, place) if plan.transport == "shared" else Group(plan, place)
+            )
         except (RuntimeError, OSError) as error:
             raise SourceLost(_line(error)) from error
 
@@ -97,11 +86,11 @@ class Shared:
         self._buckets = [_open(bucket, place.device) for bucket in plan.buckets]
 
     def take(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """See `Source.take`."""
+        """Return a bucket's bytes (uint8, [size])."""
         return self._buckets[index]
 
     def close(self) -> None:
-        """See `Source.close`."""
+        """Let go of the trainer's memory."""
         self._buckets.clear()
 
 
@@ -115,13 +104,16 @@ class Group:
         )
 
     def take(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """See `Source.take`. vLLM may keep the tensors, so each bucket has memory of its own."""
+        """Receive a bucket's bytes. Raises `RuntimeError` or `TimeoutError`.
+
+        vLLM may keep the tensors, so each bucket has memory of its own.
+        """
         data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
         self._group.broadcast(data)
         return data
 
     def close(self) -> None:
-        """See `Source.close`."""
+        """Leave the group."""
         self._group.close()
 
 

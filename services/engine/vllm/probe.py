@@ -7,30 +7,25 @@ idle engine only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Backend, Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
-
-class CapturingBackend(Backend, Protocol):
-    """A backend that can keep the raw logits of a chunk."""
-
-    def add(self, chunk: Chunk, *, capture: bool = False) -> None:
-        """See `Backend.add`; with `capture`, `Probe.capture` fetches the logits."""
-        ...
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.backend import VllmBackend
 
 
 class Probe:
     """Measures `backend`, which runs chunks on the engine core that `core` holds."""
 
-    def __init__(self, backend: CapturingBackend, core: CoreHandle) -> None:
+    def __init__(self, backend: VllmBackend, core: CoreHandle) -> None:
         self.backend = backend
         self.core = core
 

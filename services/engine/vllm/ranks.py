@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VllmRanks:
-    """Implements `nodes.follower.Ranks`."""
+    """The ranks of one node; `start` and `close` block."""
 
     def __init__(self, config: Config) -> None:
         drafts = config.drafts if config.drafts.source != "off" else None
@@ -26,7 +26,10 @@ class VllmRanks:
         self._executor: MultiprocExecutor | None = None
 
     def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
-        """See `Ranks.start`."""
+        """Load them, once those of all nodes have met. Raises `EngineError`.
+
+        `ended` is called, on any thread, when one of them ends by itself.
+        """
         engine = env.with_schedule(self._engine)
         env.prepare(engine, meeting)
         described = loading.model_config(self._shared)
@@ -35,7 +38,7 @@ class VllmRanks:
         self._executor.register_failure_callback(ended)  # at once if one has ended already
 
     def close(self) -> None:
-        """See `Ranks.close`."""
+        """End all; idempotent."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()

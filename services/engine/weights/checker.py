@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from seer.common.errors import EngineError, InvalidField
 from seer.common.process.log import get_logger
@@ -26,6 +26,9 @@ from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
 from seer.services.engine.weights.fetcher import WeightFetcher
 from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
+
+if TYPE_CHECKING:
+    from seer.services.engine.nodes.leader import Leader
 
 Stamps = tuple[object, ...]
 """The state of files; equal stamps mean that nobody has written to them."""
@@ -40,36 +43,18 @@ class CheckedWeights:
     stamps: Stamps = ()
 
 
-class OtherNodes(Protocol):
-    """The nodes that have further ranks of this engine, and read weights for them."""
-
-    async def check(self, source: str, digest: str, folder: Path) -> Stamps:
-        """Have each read a source; return their stamps. `folder`: where this node has it.
-
-        Raises `InvalidField` unless all have weights of this digest.
-        """
-        ...
-
-    async def stamps(self, source: str) -> Stamps:
-        """Return the present stamps of what each has checked. Raises `InvalidField`."""
-        ...
-
-    async def discard(self) -> None:
-        """Have each delete what it copied."""
-        ...
-
-
 class WeightChecker:
     """Call `start` first if the engine has a model folder, `base`. `in_place`: take plans of such updates.
 
-    `finite`: refuse weights with values that are not; those in a plan are their trainer's to check.
+    `nodes`: those that have further ranks of this engine, and read weights for them. `finite`: refuse weights
+    with values that are not; those in a plan are their trainer's to check.
     """
 
     def __init__(
         self,
         fetcher: WeightFetcher,
         in_place: bool = False,
-        nodes: OtherNodes | None = None,
+        nodes: Leader | None = None,
         *,
         finite: bool = True,
     ) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from seer.common import wire
 from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
@@ -26,9 +26,13 @@ from seer.common.sleep import SleepState
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
-from seer.services.engine.weights.checker import OtherNodes, WeightChecker
+from seer.services.engine.weights.checker import WeightChecker
 from seer.services.engine.weights.fetcher import Send, WeightFetcher
 from seer.services.engine.weights.holders import Peers
+
+if TYPE_CHECKING:
+    from seer.services.engine.nodes.leader import Leader
+    from seer.services.engine.server import EngineServer
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed, or that dropped its weights: it must not generate."""
@@ -38,26 +42,6 @@ MAX_ORDERS = 64
 
 Order = wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep
 Answer = wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept
-
-
-class Engine(Protocol):
-    """What the updater asks of its engine; nothing here blocks."""
-
-    def drop_chunks(self) -> None:
-        """Stop all chunks: new weights are about to be loaded."""
-        ...
-
-    def weights_loaded(self) -> None:
-        """Forget what followed from the old weights."""
-        ...
-
-    def answer(self, message: Answer) -> None:
-        """Send an answer to the buffer."""
-        ...
-
-    def register_again(self) -> None:
-        """Tell the buffer which weights are live and what sleeps: it did not order it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +65,13 @@ class WeightUpdater:
     def __init__(
         self,
         driver: Driver,
-        engine: Engine,
+        engine: EngineServer,
         send: Send,
         root: str,
         peers: Peers | None = None,
         name: str = "",
         in_place_seconds: float | None = None,
-        nodes: OtherNodes | None = None,
+        nodes: Leader | None = None,
         *,
         finite: bool = True,
     ) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,36 +71,20 @@ class KvRegions:
         return Blocks(memories, numbers)
 
 
-class Copies(Protocol):
-    """Moves blocks; `slots` are numbers of rows, one for each block."""
-
-    def to_rows(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """Copy blocks into rows."""
-        ...
-
-    def to_blocks(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """Copy rows into blocks."""
-        ...
-
-    def loads_ordered(self) -> None:
-        """Note that later `to_blocks` must wait for what the calling thread's stream has to do now."""
-        ...
-
-
 class HostCopies:
-    """For KV in host memory. `rows` [slots, `CHECKSUM_BYTES` and a block's bytes]."""
+    """Moves blocks of KV in host memory. `rows` [slots, `CHECKSUM_BYTES` and a block's bytes]."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
 
     def to_rows(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """See `Copies.to_rows`."""
+        """Copy blocks into rows; `slots` are numbers of rows, one for each block."""
         index = torch.tensor(slots)
         for memory, numbers, part in _parts(blocks):
             self._rows[index, part] = memory[torch.from_numpy(numbers)]
 
     def to_blocks(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """See `Copies.to_blocks`."""
+        """Copy rows into blocks."""
         index = torch.tensor(slots)
         for memory, numbers, part in _parts(blocks):
             memory[torch.from_numpy(numbers)] = self._rows[index, part]
@@ -110,28 +93,8 @@ class HostCopies:
         """Do nothing: work on the host is done when its call returns."""
 
 
-class Stream(Protocol):
-    """Work of a device that is done in order."""
-
-    def current(self) -> AbstractContextManager[None]:
-        """Have this thread give its work to this stream meanwhile."""
-        ...
-
-    def mark(self) -> Any:  # noqa: ANN401 - an event of the device's own kind
-        """Return an event after all that the calling thread's current stream was given."""
-        ...
-
-    def wait_for(self, event: Any) -> None:  # noqa: ANN401
-        """Have later work of this stream wait for an event."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait on the host until all work is done."""
-        ...
-
-
 class CudaStream:
-    """A stream of a GPU. It gives the threads that use it that GPU as their current device, for good."""
+    """Work of a GPU that is done in order. A thread that uses it has that GPU as its device from then on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,40 +102,43 @@ class CudaStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """See `Stream.current`."""
+        """Have this thread give its work to this stream meanwhile."""
         # To go back to device 0 afterwards would open a context there, hundreds of MB, for each rank.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """See `Stream.mark`."""
+        """Return an event after all that the calling thread's current stream was given."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """See `Stream.wait_for`."""
+        """Have later work of this stream wait for an event."""
         self._stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
+        """Wait on the host until all work is done."""
         self._stream.synchronize()
 
 
 class DeviceCopies:
-    """For KV on a device; `rows`, as for `HostCopies`, should be pinned."""
+    """Moves blocks of KV on a device; `rows`, as for `HostCopies`, should be pinned."""
 
     def __init__(
-        self, rows: torch.Tensor, regions: KvRegions, stream: Callable[[torch.device], Stream] = CudaStream
+        self,
+        rows: torch.Tensor,
+        regions: KvRegions,
+        stream: Callable[[torch.device], CudaStream] = CudaStream,
     ) -> None:
         self._rows = rows
         self._saves = _Direction(rows, regions, stream(regions.device))
         self._loads = _Direction(rows, regions, stream(regions.device))
-        self._ordered: Any = None
+        self._ordered: torch.cuda.Event | None = None
 
     def to_rows(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """See `Copies.to_rows`. What the blocks hold must have been written: vLLM waits for an event."""
+        """Copy blocks into rows. What the blocks hold must have been written: vLLM waits for an event."""
         way = self._saves
         with way.lock, way.stream.current():
             for part in way.goes(len(slots)):
@@ -183,7 +149,7 @@ class DeviceCopies:
                 way.stream.synchronize()
 
     def to_blocks(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """See `Copies.to_blocks`."""
+        """Copy rows into blocks."""
         way = self._loads
         with way.lock, way.stream.current():
             if self._ordered is not None:
@@ -196,14 +162,14 @@ class DeviceCopies:
                 way.stream.synchronize()
 
     def loads_ordered(self) -> None:
-        """See `Copies.loads_ordered`."""
+        """Have later `to_blocks` wait for what the calling thread's stream has to do now."""
         self._ordered = self._loads.stream.mark()
 
 
 class _Direction:
     """A stream, and device memory for rows that pass through; used by one thread at a time."""
 
-    def __init__(self, rows: torch.Tensor, regions: KvRegions, stream: Stream) -> None:
+    def __init__(self, rows: torch.Tensor, regions: KvRegions, stream: CudaStream) -> None:
         self.lock = threading.Lock()
         self.stream = stream
         most = -(-len(rows) // DEVICE_SHARE)

@@ -18,7 +18,6 @@ import xxhash
 
 from seer.services.engine.vllm.kv_pool.block_copies import (
     CHECKSUM_BYTES,
-    Copies,
     DeviceCopies,
     HostCopies,
     KvRegions,
@@ -34,7 +33,7 @@ class StagingBuffer:
             (slots, CHECKSUM_BYTES + block_bytes), dtype=torch.uint8, pin_memory=on_device
         )
         self._regions = regions
-        self.copies: Copies = DeviceCopies(self._rows, regions) if on_device else HostCopies(self._rows)
+        self.copies = DeviceCopies(self._rows, regions) if on_device else HostCopies(self._rows)
         self._bytes = self._rows.numpy()
         self.row_bytes = CHECKSUM_BYTES + block_bytes
         self._free = list(range(slots))

@@ -85,7 +85,7 @@ class GuardedStore:
         self._calls.write_later(lambda store: None)
 
     def loads_ordered(self) -> None:
-        """See `Copies.loads_ordered`; call it before vLLM's connector orders loads."""
+        """See `DeviceCopies.loads_ordered`; call it before vLLM's connector orders loads."""
         self._attached().copies.loads_ordered()
 
     def use_namespace(self, namespace: str) -> None:
