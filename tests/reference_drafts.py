@@ -1,4 +1,4 @@
-"""What `StepDrafter` drafts, one row after the other, in plain Python around `draft_batch`."""
+"""What `StepDrafter` drafts, one row after the other, in plain Python around `GroupTree`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seer._native import GroupTree, StepDrafter, draft_batch
+from seer._native import GroupTree, StepDrafter
 
 Tree = tuple[list[int], list[int], list[float]]
 """Tokens, their parents and their scores."""
@@ -43,6 +43,18 @@ class Row:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt :]
+
+
+def _appended_and_drafted(tree: GroupTree, name: int, row: Row, most: int) -> Tree:
+    if name >= 0:
+        tree.append(name, row.told, row.output[row.told :])
+    made = tree.draft(row.tokens, most, own=name)
+    return made.token_ids, made.parents, made.scores
+
+
+def _expected(made: Tree) -> float:
+    """Return the sum of a draft's scores, added up as float32."""
+    return float(np.add.accumulate(np.array([0.0, *made[2]], np.float32))[-1])
 
 
 class ReferenceDrafts:
@@ -94,20 +106,13 @@ class ReferenceDrafts:
 
     def _grow(self, row: Row, most: int) -> Tree:
         """Give the trees what is new; return the better of their drafts."""
-        width = max(most, 1)
-        tokens, parents = np.zeros((2, 1, width), np.int32)
-        scores, count = np.zeros((1, width), np.float32), np.zeros(1, np.int32)
-
-        def of(value: int) -> np.ndarray:
-            return np.array([value], np.int32)
-
-        draft_batch(
-            [GroupTree() if row.tree is None else row.tree],
-            np.array([row.index if row.learns else -1]), of(0), np.array([row.tokens], np.int32),
-            of(row.prompt), of(len(row.tokens)), of(row.told), of(most), tokens, count, parents, scores,
-            common=self.common, common_ids=np.array([row.name]),
-        )  # fmt: skip
-        return tuple(each[0, : count[0]].tolist() for each in (tokens, parents, scores))
+        made: Tree = [], [], []
+        if row.tree is not None:
+            made = _appended_and_drafted(row.tree, row.index if row.learns else -1, row, most)
+        if self.common is None or row.name < 0:
+            return made
+        other = _appended_and_drafted(self.common, row.name, row, most)
+        return other if _expected(other) > _expected(made) else made
 
     def _teach(self, tree: GroupTree | None, name: int, output: list[int]) -> bool:
         try:

@@ -29,7 +29,7 @@ import numpy as np
 from lib.hardware import machine
 from numpy.typing import NDArray
 
-from seer._native import GroupTree, draft_batch
+from seer._native import DraftStep, GroupTree, StepDrafter
 
 PEER = "arctic-inference==0.3.0"
 PEER_DEPTH = 64
@@ -238,19 +238,19 @@ def draft_us(
 
 
 def batch_us_per_request(tree: GroupTree, group: Sequence[Tokens], requests: int = 32) -> float:
-    """Return what a draft of 8 costs in a batch of `requests`, each with one token to append."""
-    length = min(len(response) for response in group)
-    buffer = np.stack([group[i % len(group)][:length] for i in range(requests)])
-    ids, rows = np.arange(100, 100 + requests, dtype=np.int64), np.arange(requests, dtype=np.int32)
-    zeros, most = np.zeros(requests, dtype=np.int32), np.full(requests, 8, dtype=np.int32)
-    out, counts = np.empty((requests, 8), dtype=np.int32), np.empty(requests, dtype=np.int32)
-    appended, trees, times = zeros, [tree] * requests, []
-    for step in range(1, min(200, length)):
-        lengths = np.full(requests, step, dtype=np.int32)
+    """Return what a draft of 8 costs in a step of `requests`, each with one token to append."""
+    drafter, said, times = StepDrafter(requests), np.zeros(0, np.int32), []
+    names = range(100, 100 + requests)
+    generations = np.array([drafter.set(i, tree, name, -1, 0, said, 2**20) for i, name in enumerate(names)])
+    drafts, scores = np.empty((requests, 8), np.int32), np.empty((requests, 8), np.float32)
+    slots, one = np.arange(requests, dtype=np.int32), np.ones(requests, np.int32)
+    counts = np.empty(requests, np.int32)
+    for at in range(min(200, *map(len, group))):
+        sampled = np.array([[group[i % len(group)][at]] for i in range(requests)], np.int32)
+        step = DraftStep(drafter, slots, generations, sampled, one, drafts, counts, scores)
         start = time.perf_counter_ns()
-        draft_batch(trees, ids, rows, buffer, zeros, lengths, appended, most, out, counts)
+        step.run()
         times.append((time.perf_counter_ns() - start) / 1000 / requests)
-        appended = lengths
     return statistics.median(times)
 
 

@@ -1,12 +1,11 @@
-"""What the drafts of a step take: `StepDrafter` and `draft_batch` in turns, step by step, in one process.
+"""What the drafts of a step take, step by step.
 
     python bench/drafts/step_drafter.py [--rounds 5] [--steps 60]
 
 Rows are in groups of 8 siblings, each of which has said 1,000 tokens of bench/drafts/grouped_tokens.py; a
 step draws what of its draft was right and one token more. Prints JSON, medians over the rounds:
 - `step_us`: a call of `DraftStep.run`, which appends, drafts and cuts;
-- `draft_batch_us`: `_native.draft_batch`, which appends and drafts, and cuts nothing;
-- `ratio`: of that to a step.
+- `tokens_a_step`: of each row.
 
 `waits`: what steps of 64 rows took and waited, in us, while a thread feeds siblings without a pause, so many
 tokens at a time: by `StepDrafter.feed`, or by the trees' own `append`. Who waits for such an append does so
@@ -29,7 +28,7 @@ import numpy as np
 from lib.hardware import machine
 from numpy.typing import NDArray
 
-from seer._native import DraftStep, GroupTree, StepDrafter, draft_batch
+from seer._native import DraftStep, GroupTree, StepDrafter
 
 SIBLINGS, SAID, PROMPT = 8, 1000, 4
 ROWS, KS = (1, 64, 256), (2, 8)
@@ -83,31 +82,6 @@ class Ours:
         return time.perf_counter() - start, out, drafts
 
 
-class Batch:
-    """`draft_batch` alone."""
-
-    def __init__(self, trees: list[GroupTree], rows: int, k: int) -> None:
-        self.trees, self.rows = (
-            [trees[row // SIBLINGS] for row in range(rows)],
-            np.arange(rows, dtype=np.int32),
-        )
-        self.ids, self.prompts = (self.rows % SIBLINGS).astype(np.int64), np.full(rows, PROMPT, np.int32)
-        self.said, self.most = np.full(rows, SAID, np.int32), np.full(rows, k, np.int32)
-        self.drafts, self.scores = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
-
-    def step(self, buffer: Tokens, lengths: Tokens) -> tuple[float, list[list[int]]]:
-        """Return seconds and drafts."""
-        counts = np.empty(len(self.rows), np.int32)
-        start = time.perf_counter()
-        draft_batch(
-            self.trees, self.ids, self.rows, buffer, self.prompts, lengths, self.said, self.most, self.drafts,
-            counts, out_scores=self.scores,
-        )  # fmt: skip
-        seconds = time.perf_counter() - start
-        self.said = lengths - PROMPT
-        return seconds, self.drafts.tolist()
-
-
 def confirmed(drafts: Tokens, counts: Tokens, responses: Tokens, at: Tokens) -> Tokens:
     """Return how many tokens of each row's draft are what its response goes on with."""
     columns = np.arange(drafts.shape[1])
@@ -122,25 +96,15 @@ def one_round(responses: Tokens, rows: int, k: int, steps: int) -> dict[str, flo
     responses = responses[: groups * SIBLINGS]
     buffer = np.concatenate([np.zeros((len(responses), PROMPT), np.int32), responses], axis=1)[:rows].copy()
     ours = Ours(new_trees(responses, groups), buffer, rows, k)
-    batch = Batch(new_trees(responses, groups), rows, k)
     at, counts = np.full(rows, SAID, np.int32), np.ones(rows, np.int32)
-    times: dict[str, list[float]] = {"step_us": [], "draft_batch_us": []}
+    times = []
     for _ in range(steps):
         sampled = np.take_along_axis(responses[:rows], at[:, None] + np.arange(k + 1), axis=1)
         at = at + counts
-        lengths = at + np.int32(PROMPT)
-        mine, made, drafts = ours.step(sampled, counts)
-        theirs, lists = batch.step(buffer, lengths)
-        same = zip(drafts.tolist(), made.tolist(), lists, strict=True)
-        assert all(draft[:count] == whole[:count] for draft, count, whole in same)
-        for name, seconds in zip(times, (mine, theirs), strict=True):
-            times[name].append(seconds * 1e6)
+        seconds, made, drafts = ours.step(sampled, counts)
+        times.append(seconds * 1e6)
         counts = confirmed(drafts, made, responses[:rows], at) + np.int32(1)
-    medians = {name: statistics.median(each[5:]) for name, each in times.items()}
-    return medians | {
-        "ratio": medians["draft_batch_us"] / medians["step_us"],
-        "tokens_a_step": float((at - SAID).mean() / steps),
-    }
+    return {"step_us": statistics.median(times[5:]), "tokens_a_step": float((at - SAID).mean() / steps)}
 
 
 def waits(responses: Tokens, tokens: int, polite: bool, steps: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // Python's view of the loops over drafted tokens: the draft budget's, and what a step verifies; see seer/_native.pyi.
 //
 // None of them releases the GIL: they take microseconds, and to get it back may take longer.
-#include "bindings/draft_choice_module.hpp"
+#include "bindings/modules.hpp"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -7,12 +7,9 @@
 #include <optional>
 #include <utility>
 
-#include "bindings/draft_choice_module.hpp"
+#include "bindings/modules.hpp"
 #include "sampler/kernels.hpp"
 #include "sampler/sampler.hpp"
-#include "bindings/runner_kernels_module.hpp"
-#include "bindings/step_drafter_module.hpp"
-#include "bindings/tree_module.hpp"
 
 namespace nb = nanobind;
 

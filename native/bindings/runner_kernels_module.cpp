@@ -2,7 +2,7 @@
 //
 // Each function does what the Triton kernel of its name in vllm/v1/worker/gpu does, for all requests of a step. Tables
 // come as addresses, which cost Python a tenth of an array; who calls answers for their types and sizes.
-#include "bindings/runner_kernels_module.hpp"
+#include "bindings/modules.hpp"
 
 #include <algorithm>
 #include <cstdint>

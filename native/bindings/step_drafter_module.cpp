@@ -1,7 +1,7 @@
 // Python's view of the step drafter; described in seer/_native.pyi.
 //
 // Whatever may wait for a step does so without the GIL, and trees are released with it.
-#include "bindings/step_drafter_module.hpp"
+#include "bindings/modules.hpp"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

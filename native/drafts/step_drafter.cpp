@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <numeric>
 #include <thread>
 
-#include "drafts/row_draft.hpp"
 #include "tree/drafter.hpp"
 
 namespace seer {
@@ -27,6 +27,38 @@ void relax() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+// A request in a tree (null: none): `fresh` follows its first `previous` tokens. Request -1 appends nothing.
+struct Said {
+    GroupTree* tree;
+    int64_t request, previous;
+    std::span<const int32_t> fresh;
+};
+
+float expected(std::span<const float> scores) { return std::accumulate(scores.begin(), scores.end(), 0.0F); }
+
+// Appends to both trees, and writes a draft of what follows `context`: that of the group's tree, or the common
+// tree's if more of it is expected to be accepted, by the sum of scores. The common tree is left alone if its request
+// is -1. Returns how many tokens; throws as GroupTree::append.
+uint32_t append_and_draft(const Said& group, const Said& common, std::span<const int32_t> context,
+                          const DraftOptions& options, const DraftView& out) {
+    uint32_t count = 0;
+    if (group.tree != nullptr) {
+        if (group.request >= 0) group.tree->append(group.request, group.previous, group.fresh);
+        count = group.tree->draft(context, group.request, options, out);
+    }
+    if (common.tree == nullptr || common.request < 0) return count;
+    common.tree->append(common.request, common.previous, common.fresh);
+    if (options.max_tokens == 0) return count;
+    std::array<int32_t, Drafter::kMaxTokens> token_ids, parents;
+    std::array<float, Drafter::kMaxTokens> scores;
+    const uint32_t others = common.tree->draft(context, common.request, options, {token_ids, parents, scores});
+    if (expected({scores.data(), others}) <= expected(out.scores.first(count))) return count;
+    std::copy_n(token_ids.begin(), others, out.token_ids.begin());
+    std::copy_n(scores.begin(), others, out.scores.begin());
+    if (!out.parents.empty()) std::copy_n(parents.begin(), others, out.parents.begin());
+    return others;
 }
 
 // How many tokens are left of a path without a placeholder, and without what follows a stop id (stop_ids: sorted).

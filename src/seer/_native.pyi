@@ -70,8 +70,11 @@ class GroupTree:
         top_k: int = 1,
         min_score: float = 0.0,
         max_depth: int | None = None,
+        own: int = -1,
     ) -> Draft:
         """Draft what follows a request's tokens (`source` is its id), or a context (its tokens).
+
+        With a context, the tokens of request `own` weigh more than others (-1: those of none).
 
         At most `max_tokens` (up to MAX_DRAFT_TOKENS) in all, on at most `top_k` paths (leaves) of
         at most `max_depth` tokens, the most probable first, none with a score under `min_score`.
@@ -91,38 +94,6 @@ class GroupTree:
     @property
     def tokens(self) -> int:
         """Tokens held: the prompt and every branch of every request."""
-
-def draft_batch(
-    trees: Sequence[GroupTree],
-    request_ids: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int32],
-    token_ids: npt.NDArray[np.int32],
-    prompt_lengths: npt.NDArray[np.int32],
-    lengths: npt.NDArray[np.int32],
-    appended: npt.NDArray[np.int32],
-    max_tokens: npt.NDArray[np.int32],
-    out_token_ids: npt.NDArray[np.int32],
-    out_counts: npt.NDArray[np.int32],
-    out_parents: npt.NDArray[np.int32] | None = None,
-    out_scores: npt.NDArray[np.float32] | None = None,
-    top_k: int = 1,
-    min_score: float = 0.0,
-    max_depth: int | None = None,
-    common: GroupTree | None = None,
-    common_ids: npt.NDArray[np.int64] | None = None,
-) -> None:
-    """Append what n requests have new, and draft for each. Copies nothing; releases the GIL.
-
-    `token_ids` [all rows, max length] is the engine's buffer, of which row r holds a prompt of
-    `prompt_lengths[r]` tokens and the output, `lengths[r]` in all. Request i is `rows[i]`, in
-    `trees[i]`; `appended[i]` is how many of its output tokens the tree was given before. A request
-    id of -1 appends nothing. Drafts go to `out_token_ids[i, :out_counts[i]]` and, where given, to
-    the other arrays [n, width] likewise; `max_tokens[i]` is at most the width. Request i is also
-    appended to `common`, as `common_ids[i]` (-1: no), and its draft is that tree's where more of its tokens
-    are expected to be accepted, by the sum of scores: `out_scores` is needed then. Buffers must not
-    change meanwhile. Raises `ValueError` for shapes and values that do not fit before anything is
-    appended, and as `GroupTree.append` does, with what came before row i done.
-    """
 
 class StepDrafter:
     """Makes the drafts of whole steps from the tokens just drawn.

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_tree import ReferenceTree, brute_matches
 
-from seer._native import GroupTree, draft_batch
+from seer._native import GroupTree
 
 MIX = st.sampled_from(["new", "again", "overlap", "conflict"])
 
@@ -84,6 +84,8 @@ def test_drafts_are_those_of_the_reference(history, max_tokens, top_k, min_score
         expected = reference.draft(reference.context(request), max_tokens, own=request, **options)
         made = native.draft(request, max_tokens, **options)
         assert drafted(made) == as_float32(expected)
+        context = reference.context(request)
+        assert drafted(native.draft(context, max_tokens, **options, own=request)) == as_float32(expected)
         assert len(set(range(len(made))) - set(made.parents)) <= top_k
         assert all(parent < i for i, parent in enumerate(made.parents))
     for context in contexts_of(reference, requests, history[2]):
@@ -109,51 +111,6 @@ def test_how_an_output_was_cut_into_appends_does_not_matter(history, data):
     for context in ([*prompt, *tokens], tokens[: len(tokens) // 2], [values]):
         assert whole.matches(context) == pieces.matches(context)
         assert drafted(whole.draft(context, 16, 4)) == drafted(pieces.draft(context, 16, 4))
-
-
-@settings(max_examples=60, deadline=None)
-@given(histories(), st.integers(1, 9), st.sampled_from([1, 4]), st.booleans())
-def test_a_batch_is_appends_and_drafts(history, width, top_k, wants_all):
-    native, reference, requests = play(history)
-    n = len(requests)
-    outputs = [reference.context(request) for request in requests]
-    grown = [[*output, 1, 0, 1] for output in outputs]
-    buffer = np.full((n + 2, max(map(len, grown)) + 3), -1, dtype=np.int32)[:, 1:]  # rows are not contiguous
-    lengths, prompts = np.zeros(n + 2, dtype=np.int32), np.full(n + 2, len(history[0]), dtype=np.int32)
-    rows = np.arange(n, 0, -1, dtype=np.int32)
-    prompts[[0, -1]] = 0
-    for row, output in zip(rows, grown, strict=True):
-        buffer[row, : len(output)] = output
-        lengths[row] = len(output)
-    appended = np.array([len(output) - len(history[0]) for output in outputs], dtype=np.int32)
-    tokens, parents = np.full((2, n, width), -7, dtype=np.int32)
-    scores, counts = np.full((n, width), -7, dtype=np.float32), np.zeros(n, dtype=np.int32)
-    extra = {"out_parents": parents, "out_scores": scores} if wants_all else {}
-    most = np.array([width - i % 2 for i in range(n)], dtype=np.int32)
-    draft_batch(
-        [native] * n,
-        np.array(requests, dtype=np.int64),
-        rows,
-        buffer,
-        prompts,
-        lengths,
-        appended,
-        most,
-        tokens,
-        counts,
-        top_k=top_k,
-        **extra,
-    )
-    for i, request in enumerate(requests):
-        reference.append(request, int(appended[i]), [1, 0, 1])
-        expected = as_float32(reference.draft(grown[i], int(most[i]), top_k, own=request))
-        assert counts[i] == len(expected)
-        assert tokens[i, : counts[i]].tolist() == [token for token, _, _ in expected]
-        assert (tokens[i, counts[i] :] == -7).all()
-        if wants_all:
-            assert parents[i, : counts[i]].tolist() == [parent for _, parent, _ in expected]
-            assert scores[i, : counts[i]].tolist() == [score for *_, score in expected]
-        assert native.length(request) == appended[i] + 3
 
 
 def test_a_loop_reaches_every_level_and_keeps_the_newest_places():

@@ -18,7 +18,7 @@ def costs(row: float, sibling: float = 0.0) -> StepCosts:
 
 
 class Trees:
-    """What the speculator holds after `draft_batch` of n requests alike."""
+    """What the speculator holds after a step of n requests alike."""
 
     def __init__(self, n: int = 1) -> None:
         self.tokens, self.scores = np.zeros((n, WIDTH), np.int32), np.zeros((n, WIDTH), np.float32)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from seer._native import MAX_DRAFT_TOKENS, GroupTree, draft_batch
+from seer._native import MAX_DRAFT_TOKENS, GroupTree
 
 
 @pytest.mark.parametrize(
@@ -59,52 +59,6 @@ def test_memory_is_reported_and_bounded():
     assert tree.length(0) == tree.tokens
     tree.append(0, 0, tokens)  # known: nothing to refuse
     assert len(tree.draft(tokens[:2], 8)) == 8
-
-
-def batch(**changed):
-    tree = GroupTree()
-    arguments = {
-        "trees": [tree],
-        "request_ids": np.array([0], np.int64),
-        "rows": np.array([1], np.int32),
-        "token_ids": np.array([[0] * 6, [9, 1, 2, 1, 2, 0]], np.int32),
-        "prompt_lengths": np.array([0, 1], np.int32),
-        "lengths": np.array([0, 5], np.int32),
-        "appended": np.array([0], np.int32),
-        "max_tokens": np.array([4], np.int32),
-        "out_token_ids": np.zeros((1, 4), np.int32),
-        "out_counts": np.zeros(1, np.int32),
-    } | changed
-    draft_batch(**arguments)
-    return tree, arguments["out_token_ids"][0, : arguments["out_counts"][0]].tolist()
-
-
-def test_a_batch_appends_the_output_and_drafts_after_prompt_and_output():
-    tree, drafted = batch()
-    assert (tree.length(0), drafted) == (4, [1, 2, 1, 2])
-    tree, drafted = batch(request_ids=np.array([-1], np.int64))
-    assert (tree.length(0), drafted) == (None, [])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rows": np.array([2], np.int32)}, r"rows\[0\] is 2: out of range"),
-        ({"rows": np.array([1, 1], np.int32)}, "rows has 2 rows for 1 trees"),
-        ({"lengths": np.array([0, 7], np.int32)}, r"lengths of rows\[0\] is 7"),
-        ({"lengths": np.array([5], np.int32)}, "must have a place for each row of token_ids"),
-        ({"prompt_lengths": np.array([0, 6], np.int32)}, r"prompt_lengths of rows\[0\] is 6"),
-        ({"appended": np.array([5], np.int32)}, r"appended\[0\] is 5"),
-        ({"appended": np.array([1], np.int32)}, "prev_token_count is 1, but request 0 has 0 tokens"),
-        ({"max_tokens": np.array([5], np.int32)}, r"max_tokens\[0\] is 5"),
-        ({"token_ids": np.zeros((6, 2), np.int32).T}, "column stride of 1"),
-        ({"out_scores": np.zeros((1, 3), np.float32)}, "must have the same shape"),
-        ({"top_k": 0}, "top_k is 0"),
-    ],
-)
-def test_a_bad_batch_is_refused(changed, message):
-    with pytest.raises(ValueError, match=message):
-        batch(**changed)
 
 
 def test_threads_may_append_and_draft_at_once():
