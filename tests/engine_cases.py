@@ -65,19 +65,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch, positions: dict[int, int], *, by_draf
 
     `by_drafts`: only in steps that verify drafts of them, as when a draft's own values overflow.
     """
-    from seer.services.engine.vllm.sampling import sampler
+    from seer.services.engine.vllm.sampling import slot_rows
+    from seer.services.engine.vllm.sampling.sampler import sample_rows
 
-    sample = sampler.StepSampler.__call__
-
-    def spoilt(self, logits, params):
+    def spoilt(logits, params):
         keys, at = params.records["key"].tolist(), params.records["position"].tolist()
         bad = [at[row] >= positions.get(key, 2**62) for row, key in enumerate(keys)]
         if by_drafts:
             drafted = {key for key, extra in zip(keys, params.records["extra_len"], strict=True) if extra}
             bad = [each and key in drafted for each, key in zip(bad, keys, strict=True)]
-        return sample(self, logits.masked_fill(torch.tensor(bad)[:, None], math.nan), params)
+        return sample_rows(logits.masked_fill(torch.tensor(bad)[:, None], math.nan), params)
 
-    monkeypatch.setattr(sampler.StepSampler, "__call__", spoilt)
+    monkeypatch.setattr(slot_rows, "sample_rows", spoilt)
 
 
 def check_only_the_spoilt_fail(

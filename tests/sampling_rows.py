@@ -9,7 +9,7 @@ import torch
 
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling.rows import RECORD, RequestSampling, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import StepSampler
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.slot_rows import accept_drafts
 
 
@@ -157,15 +157,15 @@ def check_slots(seed, kind, device="cpu", same=np.testing.assert_array_equal, st
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([5, 66, 300]))
     slots = Slots(rng, vocab, device=device)
-    rows, draw = kind(slots.history), StepSampler(torch.device("cpu"))
+    rows = kind(slots.history)
     for _ in range(steps):
         slots.fill(rows)
         batch, params, counts, drafts = slots.step(int(rng.choice([0, 3, 5])))
         logits = random_logits(rng, vocab, len(params.records))
-        expected, expected_logprobs = draw(logits, params)
+        expected, expected_logprobs = sample_rows(logits, params)
         tokens, logprobs = rows.draw(logits.to(device), batch)
         assert tokens.tolist() == expected.tolist()
-        same(logprobs.cpu().numpy(), expected_logprobs)
+        same(logprobs.cpu().numpy(), expected_logprobs.numpy())
         tokens, logprobs = slots.drawn(counts, drafts)
         found = rows.accept(tokens.to(device), logprobs.to(device), batch)
         wanted = accept_drafts(np.maximum(tokens.numpy(), 0), logprobs.numpy(), counts, drafts)

@@ -328,16 +328,14 @@ def test_self_test_refuses_one_wrong_token(backend):
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
-    from seer.services.engine.vllm import self_test
-    from seer.services.engine.vllm.sampling.sampler import StepSampler
+    from seer.services.engine.vllm import self_test, worker
+    from seer.services.engine.vllm.sampling.sampler import sample_rows
 
-    sample = StepSampler.__call__
-
-    def off_by_one(self, logits, params):
+    def off_by_one(logits, params):
         params.records["position"] += 1
-        return sample(self, logits, params)
+        return sample_rows(logits, params)
 
-    monkeypatch.setattr(StepSampler, "__call__", off_by_one)
+    monkeypatch.setattr(worker, "sample_rows", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
         self_test.check(backend.probe)
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from seer.services.engine.vllm.sampling import largest_batch  # noqa: E402 - after torch
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch  # noqa: E402
-from seer.services.engine.vllm.sampling.sampler import StepSampler  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 VOCAB = 50
 
@@ -29,9 +29,8 @@ def runner(requests, tokens, longest=100):
 )
 def test_it_has_all_rows_that_a_step_can_have(monkeypatch, requests, tokens, drafts, rows):
     seen = []
-    draw = StepSampler.__call__
     monkeypatch.setattr(
-        StepSampler, "__call__", lambda self, *given: seen.append(given) or draw(self, *given)
+        largest_batch, "sample_rows", lambda *given: seen.append(given) or sample_rows(*given)
     )
     batch = LargestBatch(runner(requests, tokens), drafts)
     drawn = batch(torch.zeros(3, 7, dtype=torch.bfloat16))
@@ -51,7 +50,7 @@ def test_too_little_memory_names_what_to_lower(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(largest_batch, "StepSampler", lambda _: full)
+    monkeypatch.setattr(largest_batch, "sample_rows", full)
     with pytest.raises(
         RuntimeError, match=r"24 rows of logits: lower engine.max_num_seqs or drafts.max_draft"
     ):

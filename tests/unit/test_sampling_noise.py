@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +130,7 @@ def test_noise_has_the_gumbel_distribution():
 # --- self test
 
 
-@pytest.mark.parametrize("sample", [partial(sample_rows, check=False), torch_sampler.sample])
+@pytest.mark.parametrize("sample", [sample_rows, torch_sampler.sample])
 def test_self_test_accepts_both_paths(sample):
     sampler_check.self_test(sample, "cpu")
 
@@ -157,7 +156,7 @@ NEUTRAL = {
 def test_self_test_sees_a_parameter_that_is_ignored(name):
     def ignores(logits, params):
         params.records[name] = NEUTRAL[name]
-        return sample_rows(logits, params, check=False)
+        return sample_rows(logits, params)
 
     with pytest.raises(EngineError, match=r"differs from the reference in \d+ of 96 rows"):
         sampler_check._check_rows(ignores, "cpu")

@@ -71,7 +71,7 @@ def same(logits, params):
     tokens, logprobs = triton_sampler.sample(logits.to(DEVICE), params)
     expected, expected_logprobs = torch_sampler.sample(logits, params)
     assert tokens.tolist() == expected.tolist()
-    assert tokens.tolist() == sample_rows(logits, params, check=False)[0].tolist()
+    assert tokens.tolist() == sample_rows(logits, params)[0].tolist()
     torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=5e-5, rtol=2e-4, equal_nan=True)
     return tokens.cpu()
 

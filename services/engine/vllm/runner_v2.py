@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
-from seer.services.engine.vllm.sampling.sampler import StepSampler
 from seer.services.engine.vllm.sampling.slot_rows import slot_rows
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from seer.services.engine.vllm.drafts.device_paths import DevicePaths
-    from seer.services.engine.vllm.sampling.rows import RowParams
 
 
 class SlotSampler:
@@ -48,7 +46,6 @@ class SlotSampler:
         # V2 would count the tokens of all requests for its own penalties, int32 [slots, vocabulary].
         runner.sampler.penalties_state.output_bin_counts = None
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
-        self._sample = StepSampler(runner.device)
         self._rows = slot_rows(runner.device, self._states.all_token_ids.gpu)
         self.params: dict[int, SamplingParams] = {}
         """By slot."""
@@ -103,8 +100,3 @@ class SlotSampler:
             if slot in self.captures:
                 begin, rows = batch.cu_num_logits_np[request], int(num_sampled[request])
                 self.captured.extend(logits[begin : begin + rows].float().cpu().numpy().copy())
-
-    def draw(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int32 [rows] and logprobs float32 [rows] on the host; see `StepSampler`."""
-        tokens, logprobs = self._sample(logits, params)
-        return torch.from_numpy(tokens), torch.from_numpy(logprobs)

@@ -40,6 +40,7 @@ from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.runner_v2 import SlotSampler
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class SeerWorker:
     def seer_check_noise(self) -> str:
         """Compare samples on this worker's device with the reference; empty if they are equal."""
         try:
-            self_test(self.seer_sampler.draw, self.model_runner.device)
+            self_test(sample_rows, self.model_runner.device)
         except EngineError as error:
             return str(error)
         return ""

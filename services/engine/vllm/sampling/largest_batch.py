@@ -18,7 +18,7 @@ import torch
 
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import StepSampler
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -57,7 +57,7 @@ class LargestBatch:
         ones, counts = np.ones((self._requests, 1), np.int32), np.full(self._requests, self._drafts, np.int32)
         table = SamplingTable([request] * self._requests)
         params = table.step(ones[:, 0], ones, counts, np.zeros(counts.sum(), np.int32))
-        return torch.from_numpy(StepSampler(logits.device)(logits, params)[0])
+        return sample_rows(logits, params)[0].cpu()
 
 
 def measured(runner: GPUModelRunner, max_draft: int) -> dict[str, float]:

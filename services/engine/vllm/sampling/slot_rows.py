@@ -22,7 +22,7 @@ import torch
 
 from seer import _native
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
-from seer.services.engine.vllm.sampling.sampler import StepSampler
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -99,7 +99,6 @@ class SlotRows:
     def __init__(self, history: torch.Tensor) -> None:
         self.table = SlotTable(len(history))
         self.history = history
-        self._sample = StepSampler(torch.device("cpu"))
 
     def rows(self, batch: InputBatch) -> RowParams:
         """Return the rows of a batch."""
@@ -118,9 +117,8 @@ class SlotRows:
         )
 
     def draw(self, logits: torch.Tensor, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int32 [rows] and logprobs float32 [rows], unchecked, on the logits' device."""
-        tokens, logprobs = self._sample(logits, self.rows(batch))
-        return torch.from_numpy(tokens), torch.from_numpy(logprobs)
+        """Return what `sample_rows` draws: tokens int32 [rows] and logprobs float32 [rows]."""
+        return sample_rows(logits, self.rows(batch))
 
     def accept(
         self, tokens: torch.Tensor, logprobs: torch.Tensor, batch: InputBatch

@@ -241,10 +241,11 @@ def readable(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def empty_drawn(rows: int, device: torch.device) -> torch.Tensor:
-    """Return memory for what is drawn; `unpacked` takes it apart."""
+def empty_drawn(rows: int, device: torch.device) -> Drawn:
+    """Return memory for what is drawn."""
     aligned = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    return torch.empty(2, aligned, dtype=torch.int32, device=device)
+    drawn = torch.empty(2, aligned, dtype=torch.int32, device=device)
+    return drawn[0, :rows], drawn[1, :rows].view(torch.float32)
 
 
 def sample(logits: torch.Tensor, params: RowParams) -> Drawn:
@@ -253,20 +254,9 @@ def sample(logits: torch.Tensor, params: RowParams) -> Drawn:
     Floats of 16 bits are read as they are. Reads nothing back from the device. Rows that cannot be
     sampled get token -1, logprob NaN.
     """
-    return unpacked(sample_packed(logits, params), len(logits))
-
-
-def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
-    """Return what `sample_packed` drew for so many rows, as views."""
-    return drawn[0, :rows], drawn[1, :rows].view(torch.float32)
-
-
-def sample_packed(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Return what `sample` does as one int32 tensor, for one copy; `unpacked` takes it apart."""
     logits = readable(logits)
     rows, vocab = logits.shape
-    drawn = empty_drawn(rows, logits.device)
-    tokens, logprobs = unpacked(drawn, rows)
+    drawn = tokens, logprobs = empty_drawn(rows, logits.device)
     records = params.records
     edited = (params.penalised | (records["stop_len"] > 0) | (records["bias_len"] > 0)).any()
     step = slab_rows(bool(edited), vocab)

@@ -39,7 +39,6 @@ from seer.services.engine.vllm.sampling.triton_sampler import (
     empty_drawn,
     readable,
     slab_rows,
-    unpacked,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class TritonSlotRows(SlotRows):
         rows, vocab = logits.shape
         self._send(vocab, logits.device)
         plans, step, chunks = self._plan(batch, rows, vocab, logits.device)
-        drawn = tokens, logprobs = unpacked(empty_drawn(rows, logits.device), rows)
+        drawn = tokens, logprobs = empty_drawn(rows, logits.device)
         lists, extra = (self._lists, *self._lists_at), batch.input_ids
         for start, plan in zip(range(0, rows, step), plans, strict=False):
             part = slice(start, min(start + step, rows))
