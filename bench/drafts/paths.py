@@ -97,7 +97,7 @@ class Bench:
         for first in range(0, len(self.prompts), batch):
             groups = range(first, min(first + batch, len(self.prompts)))
             for group in groups:
-                self.backend.core.rpc("seer_open_tree", group=str(group), prompt=self.prompts[group])
+                self.drafter.open(str(group), self.prompts[group])
                 self.backend._drafting._open.add(str(group))
                 self.backend.feed(
                     StreamDelta(str(group), index, 0, np.array(tokens, np.int32))

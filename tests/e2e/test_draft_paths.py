@@ -301,7 +301,7 @@ def roll(backend, prompt, switches=False):
     steps = 0
     while backend.has_work():
         if switches:
-            backend._drafting._queue("seer_switch_drafts", on=steps % 5 < 3)
+            backend._drafting._queue("switch", on=steps % 5 < 3)
         for generated in backend.step().generated:
             tokens[generated.request_id] += generated.token_ids
         steps += 1

@@ -193,12 +193,12 @@ def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, see
     control = backend._drafting
 
     def switch(*_: object) -> None:
-        control._queue("seer_switch_drafts", on=dice.random() < 0.5)
+        control._queue("switch", on=dice.random() < 0.5)
         control.flush()
 
     monkeypatch.setattr(control, "begin_step", switch)
     switched = run(backend, chunks[:5]) | run(backend, chunks[5:])  # the rest drafts from those that ended
-    control._queue("seer_switch_drafts", on=True)
+    control._queue("switch", on=True)
     assert {name: each.tokens for name, each in switched.items()} == {
         name: each.tokens for name, each in plain.items()
     }
@@ -213,11 +213,11 @@ def test_steps_without_drafts_make_none_and_have_nothing_to_verify(backend, monk
 
     whole = one_go(backend, BASE)
     control = backend._drafting
-    control._queue("seer_switch_drafts", on=False)
+    control._queue("switch", on=False)
     monkeypatch.setattr(TreeSpeculator, "_draft_each", None)
     monkeypatch.setattr(slot_rows, "accept_drafts", None)
     assert one_go(backend, BASE).tokens == whole.tokens
-    control._queue("seer_switch_drafts", on=True)
+    control._queue("switch", on=True)
     with pytest.raises(TypeError):
         one_go(backend, BASE)
 

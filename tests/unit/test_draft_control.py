@@ -64,9 +64,9 @@ def test_what_is_to_be_done_to_trees_goes_in_order_with_the_next_step_and_nothin
     control.flush()
     control.flush()
     ((first, (fed, deltas), *rest),) = ranks.sent
-    assert first == ("seer_open_tree", "g")
-    assert (fed, [each.tokens.tolist() for each in deltas]) == ("seer_feed_trees", [[5]])
-    assert rest == [("seer_forget_trees", ["g"]), ("seer_open_tree", "g")]
+    assert first == ("open", "g")
+    assert (fed, [each.tokens.tolist() for each in deltas]) == ("feed", [[5]])
+    assert rest == [("forget", ["g"]), ("open", "g")]
     assert ranks.waited == []
 
 
@@ -77,7 +77,7 @@ def test_a_chunk_that_begins_after_its_tree_was_dropped_has_one(ranks):
     assert control.begin(chunk()) == name == "g#0"
     control.flush()
     names = [name for name, _ in ranks.sent[0]]
-    assert names == ["seer_open_tree", "seer_forget_trees", "seer_open_tree"]
+    assert names == ["open", "forget", "open"]
 
 
 def test_ends_of_a_step_are_one_call_and_a_rank_that_does_not_draft_says_nothing(ranks):
@@ -121,8 +121,8 @@ def test_a_switch_that_turns_travels_with_the_step_that_it_is_for(ranks):
         control.begin_step(1, lambda: 0.0)
         control.end_step(3, 0.1, usual=True)
     first, *switched = ranks.sent
-    assert first == [("seer_open_tree", "g")]
-    assert switched == [[("seer_switch_drafts", False)], [("seer_switch_drafts", True)]]
+    assert first == [("open", "g")]
+    assert switched == [[("switch", False)], [("switch", True)]]
     assert control._switch.told == [(3, 0.1, True)] * 4
     assert ranks.waited == []
 
@@ -149,7 +149,7 @@ def test_what_is_measured_drafts_in_every_step(ranks):
     control.start_always()
     control.begin_step(1, lambda: 0.0)
     assert [each for sent in ranks.sent for each in sent][-2:] == [
-        ("seer_switch_drafts", False), ("seer_switch_drafts", True)
+        ("switch", False), ("switch", True)
     ]  # fmt: skip
 
 
@@ -197,5 +197,5 @@ def test_all_trees_are_gone_before_weights_change(ranks):
     control = drafting(ranks)
     control.begin(chunk())
     control.clear()
-    assert [name for name, _ in ranks.sent[0]] == ["seer_open_tree", "seer_forget_trees"]
+    assert [name for name, _ in ranks.sent[0]] == ["open", "forget"]
     assert ranks.waited == ["seer_use_common_tree"]

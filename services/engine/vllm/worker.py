@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from seer.services.dgds.client import StreamDelta
-
 MEMORY_SHRANK = "Memory usage increased after sleeping."
 """vLLM's assertion after it has freed all that it frees in sleep."""
 
@@ -108,28 +106,10 @@ class SeerWorker:
             self.seer_sampler.paths = self.seer_paths
             runner.speculator.path_selector = PathSelector(len(scratch) // each)
 
-    def seer_open_tree(self, group: str, prompt: list[int]) -> None:
-        """See `TreeSpeculator.open`."""
-        self.model_runner.speculator.open(group, prompt)
-
-    def seer_feed_trees(self, deltas: list[StreamDelta]) -> None:
-        """See `TreeSpeculator.feed`."""
-        self.model_runner.speculator.feed(deltas)
-
-    def seer_forget_trees(self, groups: list[str]) -> None:
-        """See `TreeSpeculator.forget`."""
-        self.model_runner.speculator.forget(groups)
-
-    def seer_switch_drafts(self, on: bool) -> None:
-        """See `TreeSpeculator.switch`."""
-        self.model_runner.speculator.switch(on)
-
     def seer_change_drafting(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
-        """Open, feed and forget trees, switch drafts, in order: methods above, and their arguments."""
-        known = (self.seer_open_tree, self.seer_feed_trees, self.seer_forget_trees, self.seer_switch_drafts)
-        methods: dict[str, Callable[..., None]] = {each.__name__: each for each in known}
+        """Open, feed and forget trees, switch drafts, in order: methods of `TreeSpeculator`."""
         for name, arguments in changes:
-            methods[name](**arguments)
+            getattr(self.model_runner.speculator, name)(**arguments)
 
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""

@@ -113,7 +113,7 @@ class Drafting:
     def start_always(self) -> None:
         """Draft in every step from now on, whatever it brings: for measuring drafts, and for tests."""
         self._switch, self._on = None, True
-        self._queue("seer_switch_drafts", on=True)
+        self._queue("switch", on=True)
 
     def begin_step(
         self, requests: int, tokens: Callable[[], float], context: Callable[[], float] = float
@@ -127,7 +127,7 @@ class Drafting:
             if on != self._on:
                 self._on = on
                 if self._draft_next is None:
-                    self._queue("seer_switch_drafts", on=on)
+                    self._queue("switch", on=on)
         if self._draft_next is not None:
             self._draft_next(self._choose(requests, context) if self._on else 0)
         self.flush()
@@ -177,7 +177,7 @@ class Drafting:
         name = chunk.group_id if self._config.source != "own" else f"{chunk.group_id}#{chunk.index}"
         if name not in self._open:
             self._open.add(name)
-            self._queue("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
+            self._queue("open", group=name, prompt=chunk.tokens[: chunk.prompt_len])
         return name
 
     def take_acceptance(self, names: Iterable[str]) -> dict[str, tuple[list[int], list[int]]]:
@@ -204,7 +204,7 @@ class Drafting:
         """Add tokens of other responses, from the dgds, to the trees."""
         known = [delta for delta in deltas if delta.group_id in self._open and self._valid(delta)]
         if known:
-            self._queue("seer_feed_trees", deltas=known)
+            self._queue("feed", deltas=known)
         if len(self._queued) >= MAX_QUEUED:
             self.flush()
 
@@ -219,7 +219,7 @@ class Drafting:
         self._open -= gone
         self._verified -= gone
         if gone:
-            self._queue("seer_forget_trees", groups=sorted(gone))
+            self._queue("forget", groups=sorted(gone))
 
     def clear(self) -> None:
         """Drop all trees, at once."""
@@ -236,7 +236,7 @@ class Drafting:
             queued, self._queued = self._queued, []
             self._sent = self._send("seer_change_drafting", changes=queued)
 
-    def _queue(self, method: str, **arguments: Any) -> None:  # noqa: ANN401 - a worker's method
+    def _queue(self, method: str, **arguments: Any) -> None:  # noqa: ANN401 - of a `TreeSpeculator`
         self._queued.append((method, arguments))
 
     def counts(self) -> dict[str, Any]:
