@@ -259,9 +259,7 @@ class EngineServer:
 
     def _lack(self, request_id: str, error: SeerError) -> None:
         """Tell the buffer that a chunk's media cannot be had."""
-        run = self.running.pop(request_id)
-        self._chunk_left(request_id, run, finished=False)
-        self._reject(request_id, run.attempt, error)
+        self._fail(request_id, self.running[request_id].serial, error)
 
     def _copies_at(self) -> str:
         """Return where other engines are to read copies of weights; with keys, only with a list of them."""
@@ -352,21 +350,21 @@ class EngineServer:
                 self._chunk_left(end.request_id, run, finished=bool(end.finish) and not run.parks)
                 self._ended.append((end, run))
         for failure in out.failed:
-            run = self.running.get(failure.request_id)
-            if run is not None and run.serial == failure.attempt:
-                del self.running[failure.request_id]
-                self._chunk_left(failure.request_id, run, finished=False)
-                self._reject(failure.request_id, run.attempt, failure.error)
+            self._fail(failure.request_id, failure.attempt, failure.error)
         if out.ended:
             self._wake()
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
         """Tell the buffer that the backend refused a chunk."""
-        run = self.running.get(chunk.request_id)
-        if run is not None and run.serial == chunk.attempt:
-            del self.running[chunk.request_id]
-            self._chunk_left(chunk.request_id, run, finished=False)
-            self._reject(chunk.request_id, run.attempt, error)
+        self._fail(chunk.request_id, chunk.attempt, error)
+
+    def _fail(self, request_id: str, serial: int, error: SeerError) -> None:
+        """End a running chunk without a result."""
+        run = self.running.get(request_id)
+        if run is not None and run.serial == serial:
+            del self.running[request_id]
+            self._chunk_left(request_id, run, finished=False)
+            self._reject(request_id, run.attempt, error)
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
         self._failed.append(

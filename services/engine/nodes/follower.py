@@ -15,9 +15,8 @@ import functools
 import hashlib
 import os
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seer.common import ids, wire
 from seer.common.clock import Clock
@@ -29,7 +28,7 @@ from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.engine.driver import end_process
-from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS
+from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS, unless_over
 from seer.services.engine.nodes.same_settings import meeting, settings_of
 from seer.services.engine.weights.checker import WeightChecker
 from seer.services.engine.weights.fetcher import WeightFetcher
@@ -82,11 +81,11 @@ class Follower:
         self._incarnation = (await self._leader.open(seconds)).incarnation
         self._serving: asyncio.Task[None] = asyncio.create_task(self._serve())
         try:
-            await self._unless_it_ends(self._join(seconds))
+            await unless_over(self._join(seconds), self._serving)
             ended = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._rank_ended.set)
             work = asyncio.to_thread(self._ranks.start, self._meeting, ended)
             self._loading = loading = asyncio.ensure_future(work)
-            await self._unless_it_ends(self._loaded(loading, seconds))
+            await unless_over(self._loaded(loading, seconds), self._serving)
         except BaseException as error:
             await self._close(str(error) or type(error).__name__)
             raise
@@ -138,18 +137,6 @@ class Follower:
             limit = f"engine.load_seconds = {seconds:g}"
             raise EngineError(f"the ranks did not load within {limit}: raise it, or see the log")
         await loading
-
-    async def _unless_it_ends(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for `work`, or raise why the connection to the leader has ended."""
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._serving.result()
-                raise EngineBroken("the leader has ended while this node joined it")
-            task.result()
-        finally:
-            task.cancel()
 
     async def _leave(self) -> None:
         await self._leaving.wait()

@@ -15,7 +15,7 @@ import itertools
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -32,8 +32,6 @@ from seer.common.weights.lora import inner_source
 from seer.common.wire.codec import encode
 from seer.services.engine.nodes.same_settings import Meeting, difference, settings_of
 
-T = TypeVar("T")
-
 PING_SECONDS = 1.0
 
 SILENT_SECONDS = 30.0
@@ -49,6 +47,19 @@ MAX_READS = 64
 """Bound on parts of a stream that are read at once; what is beyond it is asked for again."""
 
 _log = get_logger()
+
+
+async def unless_over(work: Coroutine[Any, Any, object], serving: asyncio.Task[None]) -> None:
+    """Do `work` while a connection is served. Raises why serving has ended, or `EngineBroken`."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            serving.result()
+            raise EngineBroken("the leader has ended while this node joined it")
+        task.result()
+    finally:
+        task.cancel()
 
 
 class _Node(msgspec.Struct):
@@ -104,16 +115,9 @@ class Leader:
         for node in self._nodes.values():
             await self._hub.reply(node.address, self._start_ranks())
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. Raises `EngineBroken` as soon as a node is gone."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._serving.result()  # raises why it has ended
-            return await task
-        finally:
-            task.cancel()
+    async def during(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do `work`. Raises `EngineBroken` as soon as a node is gone."""
+        await unless_over(work, self._serving)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises `EngineBroken` when a node is gone."""

@@ -180,11 +180,10 @@ class WeightUpdater:
 
     async def _load(self, order: wire.LoadWeights) -> wire.WeightsLoaded:
         rejoins = self._rejoins
+        answer = wire.WeightsLoaded(version=order.version, call_id=order.call_id)
         try:
             if (self.live.version, self.live.digest) == (order.version, order.digest):
-                return wire.WeightsLoaded(
-                    version=order.version, call_id=order.call_id
-                )  # an earlier buffer ordered it, too
+                return answer  # an earlier buffer ordered it, too
             self._engine.drop_chunks()  # the buffer waits for none of them
             if self.sleeping is SleepState.ASLEEP:
                 raise EngineError("it sleeps: wake its weights first")
@@ -198,15 +197,14 @@ class WeightUpdater:
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
         except EngineBroken as error:
-            self._engine.answer(
-                wire.WeightsLoaded(version=order.version, problem=str(error), call_id=order.call_id)
-            )
+            answer.problem = str(error)
+            self._engine.answer(answer)
             raise
         except SeerError as error:
-            return wire.WeightsLoaded(version=order.version, problem=str(error), call_id=order.call_id)
+            answer.problem = str(error)
         finally:
             await self.checker.discard()
-        return wire.WeightsLoaded(version=order.version, call_id=order.call_id)
+        return answer
 
     async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:
         if is_in_place(order.source) and self._in_place_seconds is not None:
