@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from seer._native import GroupTree
 from seer.common.policy.draft_budget import DraftBudget, choose_lengths
-from seer.common.policy.draft_costs import MIN_SCORE, StepCosts
+from seer.common.policy.draft_costs import SCORE_EDGES, StepCosts
 
 DEPTH = 8
 BATCHES = (1, 8, 32)
@@ -59,7 +59,7 @@ class Trace:
         self.right = np.zeros(len(response), dtype=np.int32)
         for at in range(1, len(response)):
             tree.append(me, at - 1, response[at - 1 : at])
-            draft = tree.draft(me, DEPTH, 1, MIN_SCORE)
+            draft = tree.draft(me, DEPTH, 1, SCORE_EDGES[0])
             actual, tokens = response[at : at + len(draft)], draft.token_ids
             self.lengths[at], self.scores[at, : len(draft)] = len(draft), draft.scores
             wrong = [i for i, token in enumerate(actual) if token != tokens[i]]

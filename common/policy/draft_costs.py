@@ -26,9 +26,6 @@ from seer.common.policy.graph_times import Axis, GraphTimes
 SCORE_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
 """Lower bounds of the score classes but the first, which begins at 0."""
 
-MIN_SCORE = SCORE_EDGES[0]
-"""Trees draft no token with a lower score: one in a hundred of them is accepted."""
-
 PLACES = (0, 1, 3)
 """First draft positions of the place classes: the first token, the next two, the rest."""
 
