@@ -3,7 +3,7 @@
 Invariants:
 - every number has bounds (`common/bounds.py`);
 - an unknown key is an error that suggests the nearest valid name, or what to do instead of one that there was
-  once (`common/removed_settings.py`); a wrong type is an error that names the key;
+  once (`common/tables.py`); a wrong type is an error that names the key;
 - precedence: defaults < file < environment (`SEER_ENGINE__KV_BLOCKS=48`) < `--set engine.kv_blocks=48`;
 - `shared_hash` covers only what must agree everywhere, never a node's own ports and sizes.
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that make no character, so far."""
@@ -29,14 +29,6 @@ _CONTEXT = 32
 Decode = Callable[[Sequence[int]], str]
 
 
-class Decoder(Protocol):
-    """Anything that decodes; Hugging Face tokenizers do."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        ...
-
-
 class Detokenizer:
     """`decode` returns the text of token ids. `joins`: where no character is split, that of two parts is the
     text of each, put together; but for a space at the very start.
@@ -49,7 +41,7 @@ class Detokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, *, skip_special: bool = True) -> Detokenizer:  # noqa: ANN401
-        """Return that of a `tokenizers.Tokenizer`, of what has one, or of a `Decoder`."""
+        """Return that of a `tokenizers.Tokenizer`, of what has one, or of anything else that has `decode`."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if hasattr(backend, "get_added_tokens_decoder"):
             decode: Decode = functools.partial(backend.decode, skip_special_tokens=skip_special)

@@ -4,8 +4,7 @@ import pytest
 
 from seer.common.config import Config, EngineConfig, LogConfig, SharedConfig, dump, load, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.removed_settings import REMOVED
-from seer.common.tables import fields
+from seer.common.tables import REMOVED, fields
 
 
 def test_nothing_given_is_the_default():
