@@ -234,7 +234,7 @@ class VllmBackend:
         Where vLLM schedules ahead, this begins a step and returns what the one before has produced.
         """
         result, begun = StepOutput(), time.perf_counter()
-        for engine_id in self._gate.start(self.core.free_blocks, self.core.blocks_of):
+        for engine_id in self._gate.start(self.core.kv.free, self.core.kv.held):
             self.core.add(self._runs[engine_id].request)
         if self._drafting is not None:
             self._drafting.begin_step(len(self._runs), self._mean_tokens, self._mean_context)
@@ -324,7 +324,7 @@ class VllmBackend:
         while self.core.has_steps_under_way:
             self.core.step()
         deadline = time.monotonic() + SETTLE_SECONDS
-        while self._sharing is not None and self.core.free_blocks < self.capacity.kv_blocks:
+        while self._sharing is not None and self.core.kv.free < self.capacity.kv_blocks:
             self.core.step()
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -340,7 +340,7 @@ class VllmBackend:
             steps=self._steps,
             running=running,
             waiting=waiting + self._gate.waiting,
-            free_blocks=self.core.free_blocks,
+            free_blocks=self.core.kv.free,
             pinned_blocks=self.core.pinned_blocks(),
             preemptions=self._preemptions + sum(run.request.num_preemptions for run in self._runs.values()),
             generated_tokens=self._generated,
@@ -353,7 +353,7 @@ class VllmBackend:
             pool_corrupt=pool.get("corrupt", 0),
             pool_away=bool(pool.get("away", 0)),
             step_seconds=self._step_seconds,
-            encoder_runs=self.core.encoder_runs,
+            encoder_runs=self.core.encoder.runs,
             **(self._drafting.counts() if self._drafting is not None else {}),
         )
 

@@ -19,12 +19,12 @@ from seer.common.image_models import ImageModel
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
-from seer.services.engine.vllm.encoder_account import EncoderAccount
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
@@ -36,7 +36,7 @@ class CoreHandle:
 
     `scratch`: ids of KV blocks for verifying several draft paths. `eos_ids` end a response. `detokenizer` is
     None for a model folder without tokenizer.json. Token ids below `plain_tokens` stand for no image, so that
-    prompts can be made up of them.
+    prompts can be made up of them. `kv` and `encoder` are the accounts of KV blocks and of images.
     """
 
     def __init__(self, client: InprocClient, rpc_seconds: float) -> None:
@@ -64,19 +64,19 @@ class CoreHandle:
         known = getattr(tokenizer, "backend_tokenizer", None) is not None
         self.detokenizer = Detokenizer.of(tokenizer) if known else None
         scheduler = self.engine_core.scheduler
-        self._kv = KvAccount(
+        self.kv = KvAccount(
             scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size
         )
         if config.device_config.device_type == "cpu":
-            self._kv.zero_new(scheduler)
-        self._encoder = EncoderAccount(scheduler)
+            self.kv.zero_new(scheduler)
+        self.encoder = EncoderAccount(scheduler)
         self.capacity = Capacity(
-            kv_blocks=self._kv.blocks,
+            kv_blocks=self.kv.blocks,
             block_size=config.cache_config.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
             draft_tokens=drafts.max_draft if drafts else 0,
-            image_tokens=self._encoder.most if images else 0,
+            image_tokens=self.encoder.most if images else 0,
         )
         if self.capacity.block_size != shared.block_size:
             raise EngineError(
@@ -142,7 +142,7 @@ class CoreHandle:
     def fail(self, request: Request) -> None:
         """End a request whose logits were no numbers: its KV may not be numbers, so nobody is to find it."""
         self.abort(request.request_id)
-        self._kv.forget_cached(request)
+        self.kv.forget_cached(request)
         if self.scratch:  # its drafts' KV, too; requests' own blocks are zeroed when they are given out
             self.rpc("seer_zero_blocks", blocks=self.scratch)
 
@@ -192,28 +192,14 @@ class CoreHandle:
     # --- KV ------------------------------------------------------------------------------
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks that the scheduler could give out now, cached ones that nobody references included."""
-        return self._kv.free
-
-    @property
     def has_pending_saves(self) -> bool:
         """Whether blocks are still pinned because they are being saved to the KV pool."""
         connector = self.engine_core.scheduler.connector
         return connector is not None and connector.has_pending_push_work()
 
-    def blocks_of(self, engine_id: str) -> int:
-        """Return how many blocks a request has now."""
-        return self._kv.held(engine_id)
-
     def pinned_blocks(self) -> int:
         """Return the blocks in use that no running request has; one that several share counts once."""
-        return self._kv.pinned() if self.has_pending_saves else 0
-
-    @property
-    def encoder_runs(self) -> int:
-        """Images that the vision encoder has computed."""
-        return self._encoder.runs
+        return self.kv.pinned() if self.has_pending_saves else 0
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Raises `EngineError` when something still holds a block."""
@@ -282,3 +268,23 @@ class CoreHandle:
         if self._client is None:
             raise EngineError("the engine is closed")
         return self._client
+
+
+class EncoderAccount:
+    """What vLLM's scheduler gives its vision encoder to do.
+
+    `runs` counts images that were encoded; `most` tokens are the most that one may take, 0: none runs.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        manager = scheduler.encoder_cache_manager
+        # A larger image would wait for ever: it fits neither a step nor the cache.
+        self.most = min(scheduler.max_num_encoder_input_tokens, manager.cache_size)
+        self.runs = 0
+        allocate = manager.allocate
+
+        def counted(request: Request, input_id: int) -> None:
+            self.runs += 1
+            allocate(request, input_id)
+
+        manager.allocate = counted

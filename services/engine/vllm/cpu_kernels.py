@@ -13,7 +13,7 @@ Invariants (tests/e2e/test_runner_v2.py, under `make kernel-test`: they draw wha
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, int32, int64, uint64
 
 from seer._native import runner_kernels
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 Ints = npt.NDArray[np.int32]
 
@@ -223,3 +226,22 @@ def prepare_rope_positions(
         base, begin, end = NUM_DIMS * slots[row], done[row], done[row] + lengths[row]
         known = prefill_positions.numpy()[base : base + NUM_DIMS, begin:end]
         out[:, starts[row] : starts[row] + lengths[row]] = known
+
+
+class FreshBlocks:
+    """Stands for vLLM's `KVBlockZeroer`, which has a kernel of Triton: zeroes KV blocks as requests get them.
+
+    vLLM's attention on CPUs reads a block to its end and gives what lies behind the context a weight of
+    zero: zero times NaN is NaN. So what a request left that had no numbers, as by weights that overflow,
+    would fail the next ones that get its memory, also under good weights. Triton's attention on GPUs loads
+    zeros there instead.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+
+    def zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero these blocks in all layers."""
+        for tensor in self._runner.kv_caches:
+            for block in block_ids:  # one by one: an index of several takes twice as long
+                tensor[block].zero_()

@@ -61,7 +61,7 @@ class KvAccount:
                     self._pool.evict_blocks({block.block_id})
 
     def zero_new(self, scheduler: Scheduler) -> None:
-        """Have workers zero blocks as they are given out (`fresh_blocks.py`)."""
+        """Have workers zero blocks as they are given out (`cpu_kernels.FreshBlocks`)."""
         scheduler.needs_kv_cache_zeroing = True
         for manager in self._managers:
             manager._record_new_block_ids = True

@@ -29,13 +29,13 @@ from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.vllm import cpu_kernels, decode_graphs
+from seer.services.engine.vllm.cpu_kernels import FreshBlocks
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts import speculator
 from seer.services.engine.vllm.drafts.device_paths import DevicePaths
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
-from seer.services.engine.vllm.fresh_blocks import FreshBlocks
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.runner_v2 import SlotSampler

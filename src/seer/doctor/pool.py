@@ -103,7 +103,7 @@ def _until_saved(backend: VllmBackend, blocks: int) -> None:
     """Step until so many blocks are saved and none is held. Raises `SeerError` if that takes too long."""
     deadline = time.monotonic() + SAVE_SECONDS
     most = backend.capacity.kv_blocks
-    while backend.has_work() or backend.core.free_blocks < most or _handled(backend) < blocks:
+    while backend.has_work() or backend.core.kv.free < most or _handled(backend) < blocks:
         backend.step()
         if time.monotonic() > deadline:
             raise SeerError(f"the pool did not take KV within {SAVE_SECONDS:g} s")
