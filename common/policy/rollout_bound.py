@@ -54,7 +54,5 @@ def best_of_lives(stats: InstanceStats, before: InstanceStats | None) -> Instanc
         return stats
     alone = [each.token_seconds_alone for each in (stats, before) if each.token_seconds_alone]
     return replace(
-        stats,
-        best_rate=max(stats.best_rate, before.best_rate),
-        token_seconds_alone=min(alone, default=0.0),
+        stats, best_rate=max(stats.best_rate, before.best_rate), token_seconds_alone=min(alone, default=0.0)
     )

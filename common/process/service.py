@@ -77,10 +77,7 @@ def run_process(name: str, make: Make, config: Config, ready_fd: int | None = No
     configure(config.log, name)
     _allow_connections()
     try:
-        with (
-            private_temporary_folder(),
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
+        with private_temporary_folder(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Process(name).run(make, config, ready_fd))
     except SeerError as error:
         return _refused(error)

@@ -25,13 +25,7 @@ from msgspec import structs
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import (
-    InvalidField,
-    NotLoaded,
-    SeerError,
-    Unreachable,
-    Unsampleable,
-)
+from seer.common.errors import InvalidField, NotLoaded, SeerError, Unreachable, Unsampleable
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, new_name, own_public

@@ -21,14 +21,7 @@ import numpy.typing as npt
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.common.weights.lora import (
-    CONFIG,
-    LoraConfig,
-    base_of,
-    digest_of_adapter,
-    inner_source,
-    read_config,
-)
+from seer.common.weights.lora import CONFIG, LoraConfig, base_of, digest_of_adapter, inner_source, read_config
 from seer.common.weights.safetensors import Stored
 from seer.services.engine.weights.manifest import Manifest, Tensor, read_manifest
 

@@ -16,12 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from seer.services.engine.vllm.kv_pool.block_copies import (
-    CHECKSUM_BYTES,
-    DeviceCopies,
-    HostCopies,
-    KvRegions,
-)
+from seer.services.engine.vllm.kv_pool.block_copies import CHECKSUM_BYTES, DeviceCopies, HostCopies, KvRegions
 
 
 class StagingBuffer:

@@ -252,10 +252,7 @@ def _sample_slab(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor,
     divisor = torch.where((mode == 1) | (temperature == 0), 1.0, temperature)
     shown = torch.where(mode == 2, x, logits / divisor)
     logprob = shown.log_softmax(dim=-1).gather(1, token)
-    return (
-        torch.where(valid, token[:, 0], -1).to(torch.int32),
-        torch.where(valid, logprob[:, 0], math.nan),
-    )
+    return (torch.where(valid, token[:, 0], -1).to(torch.int32), torch.where(valid, logprob[:, 0], math.nan))
 
 
 def sample(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
