@@ -11,7 +11,7 @@ from fake_mooncake import LIES, Engine, FakePool, until  # noqa: E402 - after to
 
 from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.vllm.kv_pool import guarded_store as store_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool.save_monitor import PATIENCE_SECONDS  # noqa: E402
+from seer.services.engine.vllm.kv_pool.guarded_store import PATIENCE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

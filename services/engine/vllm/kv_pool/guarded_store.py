@@ -11,7 +11,8 @@ Invariants:
 - a put returns once its blocks are copied, so that a slow pool pins no KV blocks; it is dropped if the
   staging buffer has no room;
 - only keys and namespaces of our own are removed;
-- it is logged when the pool has taken nothing for long, and when it does again.
+- it is logged once when the pool has taken no block for `PATIENCE_SECONDS`, and once when it does again, but
+  not if it is full now and then.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,7 +30,6 @@ from seer.common.errors import EngineError
 from seer.common.process.log import get_logger
 from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
 from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer
-from seer.services.engine.vllm.kv_pool.save_monitor import SaveMonitor
 from seer.services.engine.vllm.kv_pool.store_calls import PoolAway, StoreCalls
 
 MISSING, NO_ROOM = -704, -200
@@ -37,7 +38,35 @@ MISSING, NO_ROOM = -704, -200
 FULL_SECONDS = 0.2
 """Pause in puts after the store was full: it evicts meanwhile."""
 
+PATIENCE_SECONDS = 10.0
+"""A full pool makes room within a second or two."""
+
 _log = get_logger()
+
+
+@dataclass(slots=True)
+class SaveMonitor:
+    """Says when to log that the pool takes no blocks, and that it does again. Time is an argument.
+
+    `since`: when the first block after the last save was dropped, in monotonic seconds.
+    """
+
+    since: float | None = None
+    reported: bool = False
+
+    def dropped(self, now: float) -> bool:
+        """Note a dropped block; return whether to report now that nothing is saved."""
+        if self.since is None:
+            self.since = now
+        if self.reported or now - self.since < PATIENCE_SECONDS:
+            return False
+        self.reported = True
+        return True
+
+    def saved(self) -> bool:
+        """Note a saved block; return whether to report that blocks are saved again."""
+        reported, self.since, self.reported = self.reported, None, False
+        return reported
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,28 +4,96 @@ Invariants:
 - `wait_for` returns within `seconds`, or raises `PoolAway`;
 - no call begins while the pool is away: during a pause after a failure (`CircuitBreaker`), and while a call
   has been running for longer than `seconds`;
-- every failure is counted.
+- every failure is counted, and begins a pause, which doubles up to `LONGEST_SECONDS`: a success afterwards
+  resets the pause, a failure begins a longer one.
 """
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from queue import Full
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from seer.common.process.log import get_logger
-from seer.services.engine.vllm.kv_pool.call_thread import CallThread
-from seer.services.engine.vllm.kv_pool.circuit_breaker import CircuitBreaker
+
+T = TypeVar("T")
 
 CALL_SECONDS = 2.0
 """An engine's deadline of a call into the pool, later it counts as a miss: computing is faster by then."""
 
+FIRST_SECONDS = 0.5
+LONGEST_SECONDS = 15.0
+"""Longest pause: a restarted pool is used again within it; a dead one costs one call's deadline each time."""
+
+MAX_WAITING = 1024
+"""Most queued calls; the memory that they hold is bounded by the staging buffer."""
+
 _log = get_logger()
+
+
+@dataclass(slots=True)
+class CircuitBreaker:
+    """No call is allowed before `until`, in monotonic seconds. Time is an argument."""
+
+    until: float = 0.0
+    pause: float = FIRST_SECONDS
+
+    def allows(self, now: float) -> bool:
+        """Say whether a call may be tried."""
+        return now >= self.until
+
+    def failed(self, now: float) -> None:
+        """Note a failed call. Calls that fail during a pause do not lengthen it."""
+        if self.allows(now):
+            self.until = now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_SECONDS)
+
+    def succeeded(self) -> None:
+        """Note a successful call."""
+        self.until, self.pause = 0.0, FIRST_SECONDS
+
+
+class CallThread:
+    """A daemon thread that makes one call after the other, which may hang.
+
+    Unlike the threads of `concurrent.futures`, it is not joined when the process exits: a call that hangs
+    would keep the process from ending.
+
+    `busy_since`: when the running call began, in monotonic seconds; infinite if none is running.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.busy_since = math.inf
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call. Raises `queue.Full` when `MAX_WAITING` are queued."""
+        future: Future[T] = Future()
+
+        def make() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - the caller gets whatever a native call raises
+                future.set_exception(error)
+
+        self._calls.put_nowait(make)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            self.busy_since = time.monotonic()
+            call()
+            self.busy_since = math.inf
+            del call  # frees what it holds
 
 
 class PoolAway(Exception):  # noqa: N818 - a state of the pool
@@ -71,7 +139,7 @@ class StoreCalls:
 
         try:
             return self._reads.submit(read)
-        except Full as error:
+        except queue.Full as error:
             raise PoolAway from error
 
     def wait_for(self, future: Future[list[int]]) -> list[int]:
@@ -99,7 +167,7 @@ class StoreCalls:
 
         try:
             self._writes.submit(write)
-        except Full:
+        except queue.Full:
             after()
             self.failed("too many writes are queued")
 
@@ -131,7 +199,7 @@ class StoreCalls:
 
     def close(self) -> None:
         """Close the store after queued writes; wait `seconds` at most."""
-        with suppress(Full):
+        with suppress(queue.Full):
             wait([self._writes.submit(self._end)], self.seconds)
 
     def _end(self) -> None:
