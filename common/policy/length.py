@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
@@ -119,12 +118,13 @@ class Evidence:
         self.unfinished.clear()
 
 
-class Estimator(Protocol):
+class Estimator:
     """Estimates lengths. The evidence's owner changes it, and says so: `opened`, `began`, `ended`."""
 
     @property
     def share(self) -> float:
         """Share of the variance of log lengths that lies between groups: 1 if all of a group are as long."""
+        return 1.0
 
     def opened(self, group: Evidence) -> None:
         """Note a new group."""
@@ -137,28 +137,15 @@ class Estimator(Protocol):
 
     def refit(self) -> bool:
         """Fit what all groups share, if enough is new; True: all estimates may have changed."""
+        return False
 
     def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
         """Return, for each group, the estimated length of a response that has not begun."""
+        raise NotImplementedError
 
 
-class Longest:
+class Longest(Estimator):
     """The paper's estimate (Algorithm 2); it takes no account of unfinished responses."""
-
-    share = 1.0
-
-    def opened(self, group: Evidence) -> None:
-        """Do nothing: groups share no parameters."""
-
-    def began(self, group: Evidence) -> None:
-        """Do nothing."""
-
-    def ended(self) -> None:
-        """Do nothing."""
-
-    def refit(self) -> bool:
-        """Return False."""
-        return False
 
     def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
         """Return the longest finished length of each group, or its cap."""
@@ -187,7 +174,7 @@ DRIFT = 0.2
 """Standard deviation by which a prompt's typical log length moves from one of its groups to the next."""
 
 
-class Posterior:
+class Posterior(Estimator):
     """Ours: the posterior, from finished responses and from how far the others have come."""
 
     def __init__(self) -> None:
