@@ -21,7 +21,7 @@ from seer.common.config import Config, EngineConfig, PoolConfig, dump
 from seer.common.pool_metrics import ask_master, read_figures
 from seer.local.pool_plan import _free_ports
 from seer.local.system import LocalSystem
-from seer.report.pool import figures_text
+from seer.report.engine_use import figures_text
 from seer.services.pool.supervisor import PROBE_SECONDS
 
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)

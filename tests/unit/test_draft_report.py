@@ -3,7 +3,7 @@
 from seer.cli.status import SystemStatus, _text
 from seer.common.types import Capacity, InstanceStats
 from seer.common.wire import InstanceStatus, Status
-from seer.report.drafts import draft_text, draft_use
+from seer.report.engine_use import acceptance_length, draft_text, total
 
 DRAFTED = InstanceStats(
     steps=40,
@@ -17,13 +17,13 @@ DRAFTED = InstanceStats(
 
 
 def test_totals_are_over_all_instances():
-    use = draft_use([DRAFTED, DRAFTED, InstanceStats(generated_tokens=1, verifications=50)])
-    assert (use.drafted, use.accepted, use.acceptance_length) == (800, 400, 601 / 250)
-    assert draft_use([]).acceptance_length == 0.0
+    use = total([DRAFTED, DRAFTED, InstanceStats(generated_tokens=1, verifications=50)])
+    assert (use.drafted_tokens, use.accepted_tokens, acceptance_length(use)) == (800, 400, 601 / 250)
+    assert acceptance_length(total([])) == 0.0
 
 
 def test_the_text_says_length_tokens_and_time():
-    said = draft_text(draft_use([DRAFTED]))
+    said = draft_text(DRAFTED)
     assert said == (
         "acceptance length 3.00, 200 of 400 drafted tokens accepted, drafting took 0.5% of the time"
     )

@@ -15,7 +15,7 @@ from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.common.types import InstanceStats
 from seer.local import pool_plan
 from seer.local.pool_plan import PoolPlan, plan_pool
-from seer.report.pool import PoolUse, figures_text, pool_use, use_text
+from seer.report.engine_use import figures_text, pool_text, pool_used, total
 
 VLLM, REPLAY = EngineConfig(), EngineConfig(backend="replay")
 ELSEWHERE = "203.0.113.1:7108"  # kept free for documentation
@@ -107,16 +107,16 @@ def test_an_address_is_host_and_port(address: str) -> None:
 
 
 def test_what_a_pool_was_good_for() -> None:
-    assert not pool_use([]).used
-    assert not pool_use([InstanceStats(prompt_tokens=10, cached_tokens=5)]).used
+    assert not pool_used(total([]))
+    assert not pool_used(InstanceStats(prompt_tokens=10, cached_tokens=5))
     each = InstanceStats(prompt_tokens=500, cached_tokens=300, pool_tokens=200, pool_saved_blocks=7)
     bad = InstanceStats(pool_dropped_blocks=1, pool_failures=2, pool_corrupt=3, pool_away=True)
-    assert pool_use([each, each]).used
-    assert use_text(pool_use([each, each, bad])) == (
+    assert pool_used(total([each, each]))
+    assert pool_text(total([each, each, bad])) == (
         "40.0% of 1000 prompt tokens from the pool, 20.0% from engines' own caches; "
         "14 blocks saved, 1 dropped, 2 failures, 3 corrupt, LEFT ALONE for now: saves are dropped"
     )
-    assert use_text(PoolUse()).startswith("0.0% of 0 prompt tokens")
+    assert pool_text(InstanceStats()).startswith("0.0% of 0 prompt tokens")
 
 
 def test_what_a_pool_holds() -> None:

@@ -26,8 +26,7 @@ from seer.common.wire import (
     SnapshotAsked,
     Status,
 )
-from seer.report.drafts import draft_text, draft_use
-from seer.report.pool import figures_text, pool_use, use_text
+from seer.report.engine_use import draft_text, figures_text, pool_text, pool_used
 
 CONNECT_SECONDS = 5.0
 RATE_SECONDS = 1.0
@@ -128,10 +127,9 @@ def _text(seen: SystemStatus) -> str:
         f"weights version {status.weight_version} ({status.weights_digest or 'no digest'})",
     ]
     for instance in status.instances:
-        use = pool_use([instance.stats])
-        lines += [_instance(instance), *([f"    {use_text(use)}"] if use.used else [])]
-        drafts = draft_use([instance.stats])
-        lines += [f"    {draft_text(drafts)}"] if drafts.verifications else []
+        stats = instance.stats
+        lines += [_instance(instance), *([f"    {pool_text(stats)}"] if pool_used(stats) else [])]
+        lines += [f"    {draft_text(stats)}"] if stats.verifications else []
     lines += [] if status.instances else ["no engines are registered"]
     lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
     lines += [

@@ -35,8 +35,7 @@ from seer.common.types import SamplingParams
 from seer.common.wire import InstanceStatus
 from seer.local.child import LaunchError
 from seer.local.system import LocalSystem, run
-from seer.report.drafts import draft_text, draft_use
-from seer.report.pool import pool_use, use_text
+from seer.report.engine_use import acceptance_length, draft_text, pool_text, pool_used, total
 from seer.rollout.files import (
     ModelFacts,
     PromptLine,
@@ -299,12 +298,11 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
         "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
         + (", {efficiency:.0%} of what these engines can".format_map(report) if report["efficiency"] else "")
     )
-    use = pool_use([instance.stats for instance in outcome.instances])
-    if use.used and not job.connect:  # a running system's counts include other runs
-        _say(f"KV pool: {use_text(use)}")
-    drafts = draft_use([instance.stats for instance in outcome.instances])
-    if drafts.verifications and not job.connect:
-        _say(f"drafts: {draft_text(drafts)}")
+    use = total([instance.stats for instance in outcome.instances])
+    if pool_used(use) and not job.connect:  # a running system's counts include other runs
+        _say(f"KV pool: {pool_text(use)}")
+    if use.verifications and not job.connect:
+        _say(f"drafts: {draft_text(use)}")
     missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
     if missing:
         _say(f"error: {outcome.error}")
@@ -322,7 +320,7 @@ def _report(outcome: Outcome) -> dict[str, object]:
     groups = rollout.groups if rollout else []
     tokens = sum(_lengths(outcome))
     efficiency = outcome.efficiency
-    drafts = draft_use([instance.stats for instance in outcome.instances])
+    use = total([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
         versions |= instance.versions
@@ -342,9 +340,9 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
-        "acceptance_length": drafts.acceptance_length,
-        "drafted_tokens": drafts.drafted,
-        "accepted_tokens": drafts.accepted,
+        "acceptance_length": acceptance_length(use),
+        "drafted_tokens": use.drafted_tokens,
+        "accepted_tokens": use.accepted_tokens,
         "restarts": outcome.restarts,
         "startup_seconds": outcome.startup_seconds,
         "versions": versions,

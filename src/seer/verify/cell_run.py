@@ -34,7 +34,7 @@ from seer.common.pool_metrics import ask_master, read_figures
 from seer.common.types import SamplingParams
 from seer.common.wire import InstanceStatus, Progress
 from seer.local.system import LocalSystem
-from seer.report.pool import pool_use
+from seer.report.engine_use import total
 from seer.rollout.progress import Show, showing
 from seer.services.engine.planted_fault import PLANTED
 from seer.verify import turns
@@ -259,8 +259,11 @@ def _stops(groups: list[Group], sampling: SamplingParams) -> dict[str, int]:
     }
 
 
+_POOL_COUNTS = ("pool_tokens", "pool_saved_blocks", "pool_dropped_blocks", "pool_failures", "pool_corrupt")
+
+
 def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str, int]:
-    pool = pool_use([instance.stats for instance in instances])
+    use = total([instance.stats for instance in instances])
     return {
         "responses": sum(len(group.responses) for group in groups),
         "chunks": sum(group.chunks for group in groups),
@@ -268,15 +271,11 @@ def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str,
         "preemptions": sum(group.preemptions for group in groups),
         "restarts": sum(instance.restarts for instance in instances),
         "tensor_parallel": int(instances[0].versions.get("tensor_parallel", 1)),
-        "verifications": sum(instance.stats.verifications for instance in instances),
-        "drafted_tokens": sum(instance.stats.drafted_tokens for instance in instances),
-        "accepted_tokens": sum(instance.stats.accepted_tokens for instance in instances),
-        "computed_tokens": sum(i.stats.prompt_tokens - i.stats.cached_tokens for i in instances),
-        "pool_tokens": pool.pool_tokens,
-        "pool_saved_blocks": pool.saved_blocks,
-        "pool_dropped_blocks": pool.dropped_blocks,
-        "pool_failures": pool.failures,
-        "pool_corrupt": pool.corrupt,
+        "verifications": use.verifications,
+        "drafted_tokens": use.drafted_tokens,
+        "accepted_tokens": use.accepted_tokens,
+        "computed_tokens": use.prompt_tokens - use.cached_tokens,
+        **{name: getattr(use, name) for name in _POOL_COUNTS},
         "pool_ssd_reads": 0,
     }
 
