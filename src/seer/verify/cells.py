@@ -133,188 +133,123 @@ def _chunked(size: int) -> Cell:
 _DRAFTED: tuple[Need, ...] = (("accepted_tokens", ">", 0), ("drafted_tokens", ">", "accepted_tokens"))
 _STOPPED: tuple[Need, ...] = (("text_stops", ">", 0), ("id_stops", ">", 0))
 
-CELLS: dict[str, Cell] = {
-    cell.name: cell
-    for cell in (
-        Cell(
-            name="one-go",
-            about="each response in one go: the reference",
-            buffer={"policy": "static"},
-            needs=(("chunks", "==", "responses"), ("preemptions", "==", 0)),
-        ),
-        _chunked(1),
-        _chunked(16),
-        _chunked(64),
-        Cell(
-            name="sampling",
-            about="chunks of 7, with every sampling parameter",
-            sampled=True,
-            buffer={"policy": "divided", "chunk_size": 7},
-            needs=(("chunks", ">", "responses"), *_STOPPED),
-        ),
-        Cell(
-            name="two-instances",
-            about="chunks of 64 on two engines",
-            instances=2,
-            buffer={"policy": "divided", "chunk_size": 64},
-            needs=(("engines_used", "==", 2), ("chunks", ">", "responses")),
-        ),
-        Cell(
-            name="migrate",
-            about="every chunk on another engine",
-            instances=2,
-            buffer={"policy": "migrate", "chunk_size": 64},
-            needs=(("migrations", ">", 0),),
-        ),
-        Cell(
-            name="preempt",
-            about="a quarter of the KV memory",
-            buffer={"policy": "static"},
-            scarce=True,
-            needs=(("preemptions", ">", 0),),
-        ),
-        Cell(
-            name="synchronous",
-            about="chunks of 16, each step begun once the last one is read",
-            buffer={"policy": "divided", "chunk_size": 16},
-            engine={"async_scheduling": False},
-            needs=(("chunks", ">", "responses"),),
-        ),
-        Cell(
-            name="tp-2",
-            about="two tensor-parallel ranks",
-            buffer={"policy": "static"},
-            engine={"tensor_parallel": 2},
-            needs=(("tensor_parallel", "==", 2),),
-        ),
-        Cell(
-            name="pool-migrate",
-            about="every chunk on another engine with a quarter of the KV memory, and a pool",
-            instances=2,
-            scarce=True,  # what moves at once may be asked for before it is saved; what was evicted is not
-            pool=True,
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("migrations", ">", 0), ("pool_tokens", ">", 0)),
-        ),
-        Cell(
-            name="pool-warm",
-            about="an engine killed halfway, what it had computed from the pool",
-            pool=True,
-            killed=True,
-            buffer={"policy": "seer", "chunk_size": 32},
-            needs=(("restarts", ">", 0), ("pool_tokens", ">", 0)),
-        ),
-        Cell(
-            name="pool-ssd",
-            about="a quarter of the KV memory, and a pool that keeps most on disk",
-            scarce=True,
-            pool=True,
-            disk=True,
-            buffer={"policy": "seer", "chunk_size": 32},
-            needs=(("pool_tokens", ">", 0), ("pool_ssd_reads", ">", 0), ("preemptions", "==", 0)),
-        ),
-        Cell(
-            name="pool-tp-2",
-            about="two tensor-parallel ranks, a quarter of the KV memory, and a pool",
-            scarce=True,
-            pool=True,
-            engine={"tensor_parallel": 2},
-            buffer={"policy": "seer", "chunk_size": 32},
-            needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
-        ),
-        Cell(
-            name="drafts",
-            about="drafts from siblings, every chunk on another engine, a quarter of the KV memory, a pool",
-            instances=2,
-            scarce=True,
-            pool=True,
-            drafts="grouped",
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(*_DRAFTED, ("migrations", ">", 0), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
-        ),
-        Cell(
-            name="drafts-right",
-            about="chunks of 16, drafted from a first run of the same",
-            drafts="grouped",
-            again=True,
-            buffer={"policy": "seer", "chunk_size": 16},
-            needs=_DRAFTED,
-        ),
-        Cell(
-            name="drafts-sampling",
-            about="chunks of 16 with every sampling parameter, drafted from a first run of the same",
-            drafts="grouped",
-            again=True,
-            sampled=True,
-            buffer={"policy": "seer", "chunk_size": 16},
-            needs=(*_DRAFTED, *_STOPPED),
-        ),
-        Cell(
-            name="drafts-random",
-            about="random drafts on several paths, of other lengths each time, every chunk on another engine",
-            instances=2,
-            drafts="random",
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
-        ),
-        Cell(
-            name="drafts-late",
-            about="chunks of 16, drafted from a first run of the same, but late or not at all",
-            drafts="late",
-            again=True,
-            buffer={"policy": "seer", "chunk_size": 16},
-            needs=_DRAFTED,
-        ),
-        Cell(
-            name="drafts-tp-2",
-            about="drafts from siblings, two tensor-parallel ranks",
-            drafts="grouped",
-            engine={"tensor_parallel": 2},
-            buffer={"policy": "divided", "chunk_size": 64},
-            needs=(*_DRAFTED, ("tensor_parallel", "==", 2)),
-        ),
-    )
-}
 
-TURN_CELLS: dict[str, Cell] = {
-    cell.name: cell
-    for cell in (
-        Cell(
-            name="turns-one-go",
-            about="each turn in one go, as a request of its own: the reference",
-            turns=True,
-            resent=True,
-            buffer={"policy": "static"},
-            needs=(("chunks", ">", "responses"), ("migrations", "==", 0), ("preemptions", "==", 0)),
-        ),
-        Cell(
-            name="turns-migrate",
-            about="every chunk and turn on another engine",
-            turns=True,
-            instances=2,
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("migrations", ">", "responses"),),
-        ),
-        Cell(
-            name="turns-pool",
-            about="every chunk and turn on another engine with a quarter of the KV memory, and a pool",
-            turns=True,
-            instances=2,
-            scarce=True,
-            pool=True,
-            buffer={"policy": "migrate", "chunk_size": 32},
-            needs=(("migrations", ">", "responses"), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
-        ),
-        Cell(
-            name="turns-recompute",
-            about="a quarter of the KV memory, so that contexts are computed again",
-            turns=True,
-            scarce=True,
-            buffer={"policy": "seer"},
-            needs=(("computed_tokens", ">", "context_tokens"), ("preemptions", "==", 0)),
-        ),
-    )
-}
+def _matrix(*cells: Cell) -> dict[str, Cell]:
+    return {cell.name: cell for cell in cells}
+
+
+CELLS = _matrix(
+    Cell(
+        name="one-go", about="each response in one go: the reference", buffer={"policy": "static"},
+        needs=(("chunks", "==", "responses"), ("preemptions", "==", 0)),
+    ),
+    _chunked(1),
+    _chunked(16),
+    _chunked(64),
+    Cell(
+        name="sampling", about="chunks of 7, with every sampling parameter", sampled=True,
+        buffer={"policy": "divided", "chunk_size": 7}, needs=(("chunks", ">", "responses"), *_STOPPED),
+    ),
+    Cell(
+        name="two-instances", about="chunks of 64 on two engines", instances=2,
+        buffer={"policy": "divided", "chunk_size": 64},
+        needs=(("engines_used", "==", 2), ("chunks", ">", "responses")),
+    ),
+    Cell(
+        name="migrate", about="every chunk on another engine", instances=2,
+        buffer={"policy": "migrate", "chunk_size": 64}, needs=(("migrations", ">", 0),),
+    ),
+    Cell(
+        name="preempt", about="a quarter of the KV memory", buffer={"policy": "static"}, scarce=True,
+        needs=(("preemptions", ">", 0),),
+    ),
+    Cell(
+        name="synchronous", about="chunks of 16, each step begun once the last one is read",
+        buffer={"policy": "divided", "chunk_size": 16}, engine={"async_scheduling": False},
+        needs=(("chunks", ">", "responses"),),
+    ),
+    Cell(
+        name="tp-2", about="two tensor-parallel ranks", buffer={"policy": "static"},
+        engine={"tensor_parallel": 2}, needs=(("tensor_parallel", "==", 2),),
+    ),
+    Cell(
+        name="pool-migrate",
+        about="every chunk on another engine with a quarter of the KV memory, and a pool", instances=2,
+        scarce=True,  # what moves at once may be asked for before it is saved; what was evicted is not
+        pool=True, buffer={"policy": "migrate", "chunk_size": 32},
+        needs=(("migrations", ">", 0), ("pool_tokens", ">", 0)),
+    ),
+    Cell(
+        name="pool-warm", about="an engine killed halfway, what it had computed from the pool", pool=True,
+        killed=True, buffer={"policy": "seer", "chunk_size": 32},
+        needs=(("restarts", ">", 0), ("pool_tokens", ">", 0)),
+    ),
+    Cell(
+        name="pool-ssd", about="a quarter of the KV memory, and a pool that keeps most on disk", scarce=True,
+        pool=True, disk=True, buffer={"policy": "seer", "chunk_size": 32},
+        needs=(("pool_tokens", ">", 0), ("pool_ssd_reads", ">", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
+        name="pool-tp-2", about="two tensor-parallel ranks, a quarter of the KV memory, and a pool",
+        scarce=True, pool=True, engine={"tensor_parallel": 2}, buffer={"policy": "seer", "chunk_size": 32},
+        needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
+        name="drafts",
+        about="drafts from siblings, every chunk on another engine, a quarter of the KV memory, a pool",
+        instances=2, scarce=True, pool=True, drafts="grouped", buffer={"policy": "migrate", "chunk_size": 32},
+        needs=(*_DRAFTED, ("migrations", ">", 0), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
+        name="drafts-right", about="chunks of 16, drafted from a first run of the same", drafts="grouped",
+        again=True, buffer={"policy": "seer", "chunk_size": 16}, needs=_DRAFTED,
+    ),
+    Cell(
+        name="drafts-sampling",
+        about="chunks of 16 with every sampling parameter, drafted from a first run of the same",
+        drafts="grouped", again=True, sampled=True, buffer={"policy": "seer", "chunk_size": 16},
+        needs=(*_DRAFTED, *_STOPPED),
+    ),
+    Cell(
+        name="drafts-random",
+        about="random drafts on several paths, of other lengths each time, every chunk on another engine",
+        instances=2, drafts="random", buffer={"policy": "migrate", "chunk_size": 32},
+        needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
+    ),
+    Cell(
+        name="drafts-late",
+        about="chunks of 16, drafted from a first run of the same, but late or not at all", drafts="late",
+        again=True, buffer={"policy": "seer", "chunk_size": 16}, needs=_DRAFTED,
+    ),
+    Cell(
+        name="drafts-tp-2", about="drafts from siblings, two tensor-parallel ranks", drafts="grouped",
+        engine={"tensor_parallel": 2}, buffer={"policy": "divided", "chunk_size": 64},
+        needs=(*_DRAFTED, ("tensor_parallel", "==", 2)),
+    ),
+)  # fmt: skip
+
+TURN_CELLS = _matrix(
+    Cell(
+        name="turns-one-go", about="each turn in one go, as a request of its own: the reference", turns=True,
+        resent=True, buffer={"policy": "static"},
+        needs=(("chunks", ">", "responses"), ("migrations", "==", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
+        name="turns-migrate", about="every chunk and turn on another engine", turns=True, instances=2,
+        buffer={"policy": "migrate", "chunk_size": 32}, needs=(("migrations", ">", "responses"),),
+    ),
+    Cell(
+        name="turns-pool",
+        about="every chunk and turn on another engine with a quarter of the KV memory, and a pool",
+        turns=True, instances=2, scarce=True, pool=True, buffer={"policy": "migrate", "chunk_size": 32},
+        needs=(("migrations", ">", "responses"), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
+        name="turns-recompute", about="a quarter of the KV memory, so that contexts are computed again",
+        turns=True, scarce=True, buffer={"policy": "seer"},
+        needs=(("computed_tokens", ">", "context_tokens"), ("preemptions", "==", 0)),
+    ),
+)  # fmt: skip
 """With `--turns`; the first one is their reference."""
 
 
@@ -386,16 +321,8 @@ def choose(
     """
     reference, *others = matrix.values()
     poolless = _poolless(config)
-    cannot = {}
-    for name, cell in matrix.items():
-        if (
-            why := (poolless if cell.pool else "")
-            or _draftless(cell, config)
-            or _sampleless(cell, config)
-            or _rankless(cell, config, machine)
-            or _same_schedule(cell, config, machine)
-        ):
-            cannot[name] = why
+    reasons = {name: _why_not(cell, config, machine, poolless) for name, cell in matrix.items()}
+    cannot = {name: why for name, why in reasons.items() if why}
     wanted = [name.strip() for name in names.split(",")] if names else [n for n in matrix if n not in cannot]
     for name in wanted:
         if name not in matrix:
@@ -418,45 +345,32 @@ def _poolless(config: Config) -> str:
     return f"Mooncake cannot be imported ({problem})" if problem else ""
 
 
-def _draftless(cell: Cell, config: Config) -> str:
-    """Return why a cell cannot draft."""
-    if cell.drafts == "off" or config.engine.backend == "vllm":
-        return ""
-    return f"the {config.engine.backend} backend does not draft"
-
-
-def _sampleless(cell: Cell, config: Config) -> str:
-    """Return why a cell cannot have all sampling parameters."""
-    if not cell.sampled or config.engine.backend == "vllm":
-        return ""
-    return f"the {config.engine.backend} backend does not sample"
-
-
-def _rankless(cell: Cell, config: Config, machine: Hardware) -> str:
-    """Return why a cell cannot have its tensor-parallel ranks."""
+def _why_not(cell: Cell, config: Config, machine: Hardware, poolless: str) -> str:
+    """Return why a cell cannot run here, or would not differ from the reference."""
     ranks = cell.engine.get("tensor_parallel")
-    if not isinstance(ranks, int):
-        return ""
+    if cell.pool and poolless:
+        return poolless
     if ranks == config.engine.tensor_parallel:
         return f"the reference has {ranks} ranks itself"
     if config.engine.backend != "vllm":
-        return f"the {config.engine.backend} backend has no tensor parallelism"
-    units = machine.devices or machine.cores
-    if len(units) < ranks:
-        return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"
-    heads = _described(config).get("num_attention_heads", 0)
-    return f"the model's {heads} attention heads cannot be divided by {ranks}" if heads % ranks else ""
-
-
-def _same_schedule(cell: Cell, config: Config, machine: Hardware) -> str:
-    """Return why a cell that takes one step at a time would not differ from the reference."""
-    if "async_scheduling" not in cell.engine:
-        return ""
-    if config.engine.backend != "vllm":
-        return f"the {config.engine.backend} backend does not schedule ahead"
-    if config.engine.async_scheduling is False:
+        lacks = (
+            (cell.drafts != "off", "does not draft"),
+            (cell.sampled, "does not sample"),
+            (ranks is not None, "has no tensor parallelism"),
+            ("async_scheduling" in cell.engine, "does not schedule ahead"),
+        )
+        return next((f"the {config.engine.backend} backend {what}" for needed, what in lacks if needed), "")
+    if isinstance(ranks, int):
+        units = machine.devices or machine.cores
+        if len(units) < ranks:
+            return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"
+        heads = _described(config).get("num_attention_heads", 0)
+        return f"the model's {heads} attention heads cannot be divided by {ranks}" if heads % ranks else ""
+    if "async_scheduling" in cell.engine and config.engine.async_scheduling is False:
         return "the reference takes one step at a time itself"
-    return "" if machine.devices else "vLLM schedules ahead on GPUs alone"
+    if "async_scheduling" in cell.engine and not machine.devices:
+        return "vLLM schedules ahead on GPUs alone"
+    return ""
 
 
 def _described(config: Config) -> dict[str, int]:
