@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seer.common.errors import InvalidField
+from seer.client import RolloutClient
+from seer.common.errors import InvalidField, WeightsRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,21 @@ class CheckpointCopy:
             self._found[name] = tensor.detach().to("cpu", self._types[name], copy=True)
         elif name not in self._ignored:
             self._others[name] = tensor.detach().to("cpu", copy=True)
+
+    async def send(self, endpoint: str) -> int:
+        """Send all tensors to the buffer as one more version; return the version once it is live.
+
+        Raises `InvalidField`, `Unreachable`.
+        """
+        tensors = self.tensors()
+        async with RolloutClient(endpoint) as client:
+            version = (await client.status()).weight_version + 1
+            try:
+                await client.update_weights(version, tensors)
+            except WeightsRefused as error:
+                fix = f"start Seer with the same model; {error}"
+                raise InvalidField(self._field, str(self._folder), fix) from error
+        return version
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name. Raises `InvalidField` unless they are the checkpoint's."""

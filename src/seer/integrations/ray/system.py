@@ -194,8 +194,5 @@ def _endpoints(host: str) -> Endpoints:
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
     sweep(tempfile.gettempdir())
-    scratch = Scratch("ray", tempfile.gettempdir())
-    try:
+    with Scratch("ray", tempfile.gettempdir()) as scratch:
         yield scratch.path
-    finally:
-        scratch.close()

@@ -22,8 +22,7 @@ from skyrl.backends.skyrl_train.weight_sync import (
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 from transformers import AutoConfig
 
-from seer.client import RolloutClient
-from seer.common.errors import InvalidField, WeightsRefused
+from seer.common.errors import InvalidField
 from seer.integrations.checkpoint_names import CheckpointCopy
 
 MODEL = "trainer.policy.model.path"
@@ -57,16 +56,7 @@ class SeerWeightSender(WeightTransferSender):
                 for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
                     copy.add(name, tensor)
         if copy is not None:
-            await self._send(copy.tensors())
-
-    async def _send(self, tensors: dict[str, torch.Tensor]) -> None:
-        async with RolloutClient(self._endpoint) as client:
-            version = (await client.status()).weight_version + 1
-            try:
-                await client.update_weights(version, tensors)
-            except WeightsRefused as error:
-                fix = f"start Seer with the same model; {error}"
-                raise InvalidField(MODEL, str(self._folder), fix) from error
+            await copy.send(self._endpoint)
 
     def teardown(self) -> None:
         """Do nothing: nothing is kept."""

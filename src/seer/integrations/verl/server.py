@@ -19,14 +19,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 from seer.client import Prompt, Response, RolloutClient
 from seer.common.errors import InvalidField, RolloutFailed, SeerError
 from seer.common.sleep import SleepState, SleepTag
-from seer.integrations.verl.config import (
-    ROLLOUT,
-    Limits,
-    Settings,
-    check_rollout,
-    sampling_params,
-    settings,
-)
+from seer.integrations.verl.config import ROLLOUT, Limits, Settings, check_rollout, sampling_params, settings
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
 from seer.integrations.verl.pictures import Pictures
 from seer.integrations.verl.turns import Session, Turns

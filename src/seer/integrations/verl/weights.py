@@ -18,8 +18,7 @@ import torch.distributed
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from seer.client import RolloutClient
-from seer.common.errors import InvalidField, WeightsRefused
+from seer.common.errors import InvalidField
 from seer.integrations.checkpoint_names import CheckpointCopy
 from seer.integrations.verl.config import settings
 from seer.integrations.verl.server import find_server
@@ -69,15 +68,6 @@ class SeerRollout(BaseRollout):
             if copy is not None:
                 copy.add(name, tensor)
         if copy is not None:
-            await self._send(copy.tensors(), global_steps)
-
-    async def _send(self, tensors: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        server = find_server()
-        async with RolloutClient(settings(self.config.engine_kwargs).endpoint) as client:
-            version = (await client.status()).weight_version + 1
-            try:
-                await client.update_weights(version, tensors)
-            except WeightsRefused as error:
-                fix = f"start Seer with the same model; {error}"
-                raise InvalidField(MODEL, self.model_config.local_path, fix) from error
-        await server.weights_live.remote(version, global_steps)
+            server = find_server()
+            version = await copy.send(settings(self.config.engine_kwargs).endpoint)
+            await server.weights_live.remote(version, global_steps)
