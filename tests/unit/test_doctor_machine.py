@@ -14,6 +14,7 @@ from seer.common.policy.device_defaults import Device
 from seer.doctor import builds, devices, limits, ports
 from seer.doctor.report_lines import Report, parse
 from seer.local.hardware import EnginePlan
+from seer.local.pool_plan import problem_of_import
 
 GIB = 2**30
 H100 = Device(name="0", model="H100", total_bytes=80 * GIB, free_bytes=79 * GIB, generation=9)
@@ -60,10 +61,10 @@ def test_a_version_out_of_range_or_a_missing_package_is_named(found, says):
 
 
 def test_an_import_runs_in_a_bare_process():
-    assert builds.problem_of_import("import sys; assert 'msgspec' not in sys.modules") == ""
-    assert "no_such_module" in builds.problem_of_import("import no_such_module")
-    assert builds.problem_of_import("import os; os.kill(os.getpid(), 11)") == "ended with -11"
-    assert "not in 0.5 s" in builds.problem_of_import("import time; time.sleep(60)", 0.5)
+    assert problem_of_import("import sys; assert 'msgspec' not in sys.modules", 60.0) == ""
+    assert "no_such_module" in problem_of_import("import no_such_module", 60.0)
+    assert problem_of_import("import os; os.kill(os.getpid(), 11)", 60.0) == "ended with -11"
+    assert "not in 0.5 s" in problem_of_import("import time; time.sleep(60)", 0.5)
 
 
 def test_a_missing_mooncake_is_slow_and_a_missing_vllm_fails(monkeypatch):

@@ -92,7 +92,7 @@ def test_one_elsewhere_is_joined(private: bool) -> None:
 def test_what_python_says_of_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(pool_plan.sys, "executable", "/bin/false")
-    assert pool_plan.import_problem() == "exit code 1"
+    assert pool_plan.import_problem() == "ended with 1"
 
 
 @pytest.mark.parametrize(

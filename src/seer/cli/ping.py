@@ -20,7 +20,7 @@ from seer.common.net.keys import load_keys, security_of
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool_metrics import ask_master
 from seer.common.process.log import printable
-from seer.common.wire import BufferSnapshotReply, SnapshotAsked
+from seer.common.wire import BufferSnapshotReply, Message, SnapshotAsked, Welcome
 
 ANSWER_SECONDS = 5.0
 
@@ -30,14 +30,17 @@ async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
     if endpoint.startswith("http://"):
         await ask_master(endpoint.removeprefix("http://"), "/health", seconds)
         return
-    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
     # The same address for all checks of a host, which would be new peers every few seconds otherwise.
     me = Identity(role="ping", name=socket.gethostname(), incarnation=0)
-    channel: Channel[SnapshotAsked, BufferSnapshotReply] = Channel(
-        transport, endpoint, me, BufferSnapshotReply, LoopClock()
-    )
+    await greeted(endpoint, me, BufferSnapshotReply, seconds)
+
+
+async def greeted(endpoint: str, me: Identity, union: object, seconds: float) -> Welcome:
+    """Return a service's answer to a `Hello`. Raises `SeerError` without an answer."""
+    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
+    channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, union, LoopClock())
     try:
-        await channel.open(seconds)
+        return await channel.open(seconds)
     finally:
         channel.close()
         await transport.close()

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import msgspec
 
+from seer.cli.ping import greeted
 from seer.client import RolloutClient
-from seer.common.clock import LoopClock
 from seer.common.endpoints import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
-from seer.common.net.keys import load_keys, security_of
-from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
-from seer.common.wire import (
-    ContextSnapshotReply,
-    DgdsToEngine,
-    InstanceStatus,
-    Message,
-    SnapshotAsked,
-    Status,
-)
+from seer.common.wire import ContextSnapshotReply, DgdsToEngine, InstanceStatus, Status
 from seer.report.engine_use import draft_text, figures_text, pool_text, pool_used
 
 CONNECT_SECONDS = 5.0
@@ -102,17 +91,12 @@ async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
 
 
 async def _probe(name: str, endpoint: str) -> Service:
-    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
     me = Identity(role="status", name="status", incarnation=new_incarnation())
-    channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, _UNIONS[name], LoopClock())
     try:
-        welcome = await channel.open(CONNECT_SECONDS)
+        welcome = await greeted(endpoint, me, _UNIONS[name], CONNECT_SECONDS)
         return Service(name=name, endpoint=endpoint, uptime_seconds=welcome.uptime_seconds)
     except SeerError as error:
         return Service(name=name, endpoint=endpoint, error=str(error))
-    finally:
-        channel.close()
-        await transport.close()
 
 
 def _text(seen: SystemStatus) -> str:

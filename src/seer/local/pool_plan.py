@@ -73,14 +73,21 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
 
 def import_problem() -> str:
     """Return why Mooncake cannot be imported; empty: it can be."""
-    command = [sys.executable, "-c", TRY_IMPORT]
+    return problem_of_import(TRY_IMPORT, IMPORT_SECONDS)
+
+
+def problem_of_import(code: str, seconds: float) -> str:
+    """Return the last line of what went wrong when a bare process ran `code`; empty if it ended well."""
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"not in {IMPORT_SECONDS:g} s"
-    if tried.returncode == 0:
+        return f"not in {seconds:g} s"
+    if done.returncode == 0:
         return ""
-    return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
 
 
 def _is_here(address: str) -> bool:
