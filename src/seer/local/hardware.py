@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from seer.common.config import CPU_KV_SHARE, EngineConfig
 from seer.common.errors import ConfigError, InvalidField
@@ -69,16 +70,16 @@ def plan_engines(
     if machine.devices:
         return _on_devices(engine, instances, machine.devices)
     instances = instances or engine_defaults([], engine.tensor_parallel, {}).instances
-    configs = [msgspec.structs.replace(engine, name=f"engine-{i}") for i in range(instances)]
+    configs = [replace(engine, name=f"engine-{i}") for i in range(instances)]
     if engine.backend != "vllm":
         return [EnginePlan(config, {}) for config in configs]
     if engine.kv_blocks is None and engine.kv_cache_gib is None and machine.free_bytes:
         gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
-        configs = [msgspec.structs.replace(config, kv_cache_gib=gib) for config in configs]
+        configs = [replace(config, kv_cache_gib=gib) for config in configs]
     if not engine.cpu_cores:
         shares = share_cores(machine.cores, instances, engine.tensor_parallel)
         pairs = zip(configs, shares, strict=True)
-        configs = [msgspec.structs.replace(config, cpu_cores=share) for config, share in pairs]
+        configs = [replace(config, cpu_cores=share) for config, share in pairs]
     return [EnginePlan(config, {}) for config in configs]
 
 
@@ -102,7 +103,7 @@ def _on_devices(engine: EngineConfig, instances: int | None, devices: Sequence[D
     plans = []
     for i in range(default.instances):
         mine = [devices[(i * ranks + rank) % len(devices)].name for rank in range(ranks)]
-        config = msgspec.structs.replace(engine, name=f"engine-{i}", **unset)
+        config = replace(engine, name=f"engine-{i}", **unset)
         plans.append(EnginePlan(config, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, default.sharing > 1))
     return plans
 

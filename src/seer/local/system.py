@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -58,14 +59,9 @@ STOP_SECONDS = 10.0
 FAILED_SECONDS = 1.0
 """Time between both when nothing is waited for: services take two within `service.SAME_SECONDS` for one."""
 
-SPOOL = "weights"
-"""Default folder of the buffer's spool, in the folder of the run."""
-
-MEDIA = "media"
-"""Likewise for the media of prompts."""
-
 LOG = "log"
-"""Likewise for the buffer's log."""
+FOLDERS = {"spool": "weights", "media": "media", "log": LOG}
+"""Default folders of the buffer in the folder of the run, by setting; one started again finds its streams."""
 
 POOL_DISK = "pool"
 """Default folder of the KV pool's disk tier, likewise."""
@@ -96,31 +92,22 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         sys.exit(128 + (signal.SIGTERM if terminated else signal.SIGINT))
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """One service of the system: its current child process, and its restarts."""
 
-    def __init__(
-        self,
-        service: str,
-        name: str,
-        config: Config,
-        environ: Mapping[str, str],
-        seconds: float,
-        *,
-        optional: bool = False,
-    ) -> None:
-        self.service = service
-        self.name = name
-        self.config = config
-        self.environ = environ
-        self.start_seconds = seconds
-        self.optional = optional
-        self.gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
-        self.child: Child | None = None
-        self.ready_at: float | None = None
-        self.restarts = Restarts()
-        self.given_up = False
-        self.watcher: asyncio.Task[None] | None = None
+    service: str
+    name: str
+    config: Config
+    environ: Mapping[str, str]
+    start_seconds: float
+    optional: bool = False
+    gate: contextlib.AbstractAsyncContextManager[object] = field(default_factory=contextlib.nullcontext)
+    child: Child | None = None
+    ready_at: float | None = None
+    restarts: Restarts = field(default_factory=Restarts)
+    given_up: bool = False
+    watcher: asyncio.Task[None] | None = None
 
 
 class LocalSystem:
@@ -191,9 +178,8 @@ class LocalSystem:
             names["dgds"] = ",".join(f"ipc://{self._dir}/{name}" for name, _ in _dgds(self.config))
             self.config = replace(self.config, endpoints=Endpoints(**names))
         buffer = self.config.buffer
-        spool = buffer.spool or str(self._dir / SPOOL)  # a buffer that is started again finds its streams
-        media, log = buffer.media or str(self._dir / MEDIA), buffer.log or str(self._dir / LOG)
-        self.config = replace(self.config, buffer=replace(buffer, spool=spool, media=media, log=log))
+        folders = {name: getattr(buffer, name) or str(self._dir / folder) for name, folder in FOLDERS.items()}
+        self.config = replace(self.config, buffer=replace(buffer, **folders))
         if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
             disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
             self.config = replace(self.config, pool=disk)
@@ -234,7 +220,7 @@ class LocalSystem:
         await self._end_watchers("buffer")
         await self._end(self._children("buffer"), LEAVE_SECONDS)
         now = self.config.buffer
-        kept = {name: getattr(settings, name) or getattr(now, name) for name in ("spool", "media", "log")}
+        kept = {name: getattr(settings, name) or getattr(now, name) for name in FOLDERS}
         settings = replace(settings, **kept)
         slot.config = self.config = replace(self.config, buffer=settings)
         await self._bring_up(slot)
