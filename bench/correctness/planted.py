@@ -39,6 +39,7 @@ from seer.common.config import Config, load
 from seer.common.types import SamplingParams
 from seer.local.beside import beside
 from seer.local.hardware import Hardware
+from seer.rollout.files import SLACK_TOKENS
 from seer.verify import judge as judging
 from seer.verify import run
 from seer.verify.cell_run import Job, Runner
@@ -198,9 +199,7 @@ def main() -> int:
             length = max(
                 len(g.prompt_token_ids) for each in found for ours, _ in each.runs.values() for g in ours
             )
-            fitting = replace(
-                config.engine, max_model_len=length + job.sampling.max_tokens + run.SLACK_TOKENS
-            )
+            fitting = replace(config.engine, max_model_len=length + job.sampling.max_tokens + SLACK_TOKENS)
             rows += judge_all(found, replace(config, engine=fitting), in_teacher)
     result = {"machine": machine("torch", "vllm"), **summary(rows), "rows": rows}
     text = json.dumps(result, indent=1)

@@ -173,9 +173,9 @@ def test_output_lines(tmp_path: Path) -> None:
 
 def test_a_report_is_whole_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    write_report(path, {"tokens": 2})
+    write_report("--report", path, {"tokens": 2})
     with pytest.raises(TypeError):
-        write_report(path, {"tokens": object()})
+        write_report("--report", path, {"tokens": object()})
     assert json.loads(path.read_text()) == {"tokens": 2}
     assert list(tmp_path.iterdir()) == [path]
 

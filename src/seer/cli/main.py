@@ -203,11 +203,7 @@ def status(connect: str, as_json: bool) -> None:
 )
 @CONFIG
 def doctor(
-    only: str,
-    seconds: float | None,
-    json_file: Path | None,
-    bundle: Path | None,
-    **options: object,
+    only: str, seconds: float | None, json_file: Path | None, bundle: Path | None, **options: object
 ) -> None:
     """Check this machine: driver, libraries, limits, ports, an engine, its tokens, its speed, the KV pool.
 
@@ -224,9 +220,8 @@ def doctor(
         chosen = names(only, checkup.CHECKS)
     except ValueError as error:
         raise InvalidField("--only", only, str(error)) from error
-    for option, file in (("--json", json_file), ("--bundle", bundle)):
-        if file is not None:
-            check_writable(option, file)
+    check_writable("--json", json_file)
+    check_writable("--bundle", bundle)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # the check that runs ends with it

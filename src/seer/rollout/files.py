@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from seer.client.media import Placed
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
 from seer.client.results import Group
 from seer.client.text import Tokenizer, load_tokenizer
+from seer.common.config import Config
 from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.weights.digest import problem_of
 from seer.common.wire import Tokens
 from seer.rollout.pictures import Pictures
+
+SLACK_TOKENS = 32
+"""Room beyond prompt and output, for drafted tokens that are rejected."""
 
 _FIELDS = ("id", "prompt", "prompt_token_ids", "images")
 
@@ -145,6 +150,14 @@ def check_fit(lines: Iterable[PromptLine], max_tokens: int, facts: ModelFacts) -
     return longest
 
 
+def with_length(config: Config, tokens: int, facts: ModelFacts) -> Config:
+    """Return a configuration whose engines hold sequences of so many tokens, unless it says how long."""
+    if config.engine.max_model_len is not None:
+        return config
+    length = tokens + SLACK_TOKENS
+    return replace(config, engine=replace(config.engine, max_model_len=min(length, facts.context or length)))
+
+
 def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pictures | None) -> Prepared:
     try:
         record = msgspec.json.decode(line)
@@ -200,28 +213,7 @@ def _tokens(record: dict[str, object], where: str, tokenizer: Tokenizer | None) 
 
 def encode_group(group: Group) -> bytes:
     """Return the output line of a group, with its line feed."""
-    return msgspec.json.encode(_record(group)) + b"\n"
-
-
-def write_report(path: Path, report: dict[str, object]) -> None:
-    """Write a report as indented JSON, atomically. Raises `InvalidField` when it cannot be written."""
-    try:
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        fix = f"cannot be written: {error.strerror}; give a file on a disk with room"
-        raise InvalidField("--report", str(path), fix) from error
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raise `InvalidField` unless a file can be written there; called before the work starts."""
-    taken = path.exists() and not path.is_file()
-    if taken or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidField(option, str(path), "give a file in an existing folder that can be written to")
-
-
-def _record(group: Group) -> dict[str, object]:
-    return {
+    record = {
         "id": group.prompt_id,
         "prompt_token_ids": group.prompt_token_ids.tolist(),
         "weight_version": group.weight_version,
@@ -237,6 +229,31 @@ def _record(group: Group) -> dict[str, object]:
             for response in group.responses
         ],
     }
+    return msgspec.json.encode(record) + b"\n"
+
+
+def write_report(option: str, path: Path, report: dict[str, object]) -> None:
+    """Write a report as indented JSON, as `write_whole` does."""
+    write_whole(option, path, (json.dumps(report, indent=2) + "\n").encode())
+
+
+def write_whole(option: str, path: Path, data: bytes) -> None:
+    """Write the file that an option names, atomically. Raises `InvalidField` when it cannot be written."""
+    try:
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+    except OSError as error:
+        fix = f"cannot be written: {error.strerror}; give a file on a disk with room"
+        raise InvalidField(option, str(path), fix) from error
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise `InvalidField` if a file is given and cannot be written; called before the work starts."""
+    if path is None:
+        return
+    taken = path.exists() and not path.is_file()
+    if taken or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidField(option, str(path), "give a file in an existing folder that can be written to")
 
 
 @contextlib.contextmanager

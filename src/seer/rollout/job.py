@@ -15,10 +15,12 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from seer import __version__
 from seer.client import RolloutClient
@@ -45,20 +47,22 @@ from seer.rollout.files import (
     model_facts,
     read_prompts,
     tokenizer_of,
+    with_length,
     write_report,
 )
 from seer.rollout.pictures import Pictures
 from seer.rollout.progress import showing
 from seer.rollout.rollout_journal import Journal, model_digest, prompts_digest
 
-SLACK_TOKENS = 32
-"""Length beyond prompt and output, for drafted tokens that are rejected."""
-
 CONNECT_SECONDS = 30.0
 """Deadline for the buffer's first answer."""
 
 ENGINE_SECONDS = 0.2
 """How often a rollout that needs the live weights looks for an engine."""
+
+
+Roll = Callable[[str], Coroutine[object, object, None]]
+"""Has the system at an endpoint do the work."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +117,8 @@ def perform(job: Job) -> int:
     """
     check_request(job.n, job.sampling, job.seed, job.rollout_number or 0)
     check_writable("--out", job.out)
-    if job.report is not None:
-        check_writable("--report", job.report)
-    if job.report_html is not None:
-        check_writable("--report-html", job.report_html)
+    check_writable("--report", job.report)
+    check_writable("--report-html", job.report_html)
     embedded = not job.connect
     if job.report_html is not None and not embedded:
         fix = "with --connect, the log is the running buffer's: `seer report` draws it"
@@ -145,13 +147,14 @@ def perform(job: Job) -> int:
         if journal.done:
             _say(f"resuming: {len(journal.done)} of {len(lines)} prompts are done")
         outcome = Outcome(_name_of(job, run_of_job), len(journal.done))
+        roll = partial(_roll, job, prompts, tokenizer, journal, outcome)
         try:
             if prompts and embedded:
-                config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
+                config = with_length(job.config, longest + job.sampling.max_tokens, facts)
                 with _drawn(job, config, outcome) as config:
-                    run(_embedded(job, config, prompts, tokenizer, journal, outcome))
+                    run(_embedded(job, config, roll, outcome))
             elif prompts:
-                run(_roll(job, job.connect, prompts, tokenizer, journal, outcome))
+                run(roll(job.connect))
         finally:
             if 0 < len(journal.done) < len(lines):
                 _say(f"finished groups are in {journal.path}: the same command with --resume does the rest")
@@ -183,15 +186,6 @@ def _number_of(weights_digest: str) -> int:
     return int.from_bytes(digest, "little") if weights_digest else 0
 
 
-def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
-    if config.engine.max_model_len is not None:
-        return config
-    length = min(length, facts.context or length)
-    return msgspec.structs.replace(
-        config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
-    )
-
-
 @contextlib.contextmanager
 def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
     """Have the run keep a log, and draw it at its end, however that comes about."""
@@ -201,7 +195,7 @@ def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
     with Scratch("log") as scratch:
         log = config.buffer.log or str(scratch.path)
         try:
-            yield msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, log=log))
+            yield replace(config, buffer=replace(config.buffer, log=log))
         finally:
             if outcome.rollout is not None:
                 from seer.report.command import write_reports  # the buffer's, which a rollout does not need
@@ -213,14 +207,7 @@ def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
                     _say(f"no report: {error}")
 
 
-async def _embedded(
-    job: Job,
-    config: Config,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer | None,
-    journal: Journal,
-    outcome: Outcome,
-) -> None:
+async def _embedded(job: Job, config: Config, roll: Roll, outcome: Outcome) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
     local = LocalSystem(config, job.instances, say=_say)
@@ -229,7 +216,7 @@ async def _embedded(
         outcome.startup_seconds = loop.time() - started
         _say(f"ready in {outcome.startup_seconds:.1f} s")
         try:
-            await system.run(_roll(job, system.endpoint, prompts, tokenizer, journal, outcome))
+            await system.run(roll(system.endpoint))
         except LaunchError as error:
             if outcome.rollout is None:
                 raise
@@ -251,11 +238,11 @@ async def _live_weights(client: RolloutClient) -> str:
 
 async def _roll(
     job: Job,
-    endpoint: str,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer | None,
     journal: Journal,
     outcome: Outcome,
+    endpoint: str,
 ) -> None:
     loop = asyncio.get_running_loop()
     name = name_under(load_keys(security_of(os.environ)), outcome.name)
@@ -310,7 +297,7 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
     else:
         journal.publish(prompt_ids)
     if job.report is not None:  # last, so that an error with it does not cost the responses
-        write_report(job.report, report)
+        write_report("--report", job.report, report)
     return int(bool(missing))
 
 
@@ -318,7 +305,7 @@ def _report(outcome: Outcome) -> dict[str, object]:
     """Return counts and timings of this run; they do not include `resumed` prompts."""
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
-    tokens = sum(_lengths(outcome))
+    tokens = sum(response.token_ids.size for group in groups for response in group.responses)
     efficiency = outcome.efficiency
     use = total([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
@@ -348,11 +335,6 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "versions": versions,
         "instances": msgspec.to_builtins(outcome.instances),
     }
-
-
-def _lengths(outcome: Outcome) -> list[int]:
-    groups = outcome.rollout.groups if outcome.rollout else []
-    return [response.token_ids.size for group in groups for response in group.responses]
 
 
 def _say(line: str) -> None:

@@ -79,8 +79,7 @@ def perform(job: Job) -> int:
     loads = [_adjusted(load_workload(name, job.cluster), job) for name in job.workloads or WORKLOADS]
     policies = job.policies or POLICIES
     compared = variants(policies, job.drafts)
-    if job.json_file is not None:
-        check_writable("--json", job.json_file)
+    check_writable("--json", job.json_file)
     if job.plot is not None:
         _check_plot(job.plot)
     if job.log is not None:
@@ -92,7 +91,7 @@ def perform(job: Job) -> int:
         report = [_study(load, compared, Variant(policies[0]), job, console) for load in loads]
     if job.json_file is not None:
         whole = {"seeds": job.seeds, "workloads": report}
-        write_report(job.json_file, msgspec.to_builtins(whole, str_keys=True))
+        write_report("--json", job.json_file, msgspec.to_builtins(whole, str_keys=True))
     return 0
 
 

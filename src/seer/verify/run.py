@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from seer.client import Group, Prompt
 from seer.client.prompts import check_request
@@ -35,6 +35,7 @@ from seer.rollout.files import (
     model_facts,
     read_prompts,
     tokenizer_of,
+    with_length,
     write_report,
 )
 from seer.rollout.pictures import Pictures
@@ -47,9 +48,6 @@ from seer.verify.judge import Compared, judge
 from seer.verify.parameters import every_parameter
 from seer.verify.report import CellReport, Fault, Report, show
 
-SLACK_TOKENS = 32
-"""Room beyond prompt and output, as rollouts have it, for tokens that an engine drafts."""
-
 TRIES = 2
 """A cell that does not exercise what it is there for, though it should, is run so often."""
 
@@ -61,13 +59,12 @@ def perform(job: Job, json_file: Path | None) -> int:
     """Verify, print and write the report; return the exit code: 0 if it passed, else 1."""
     from rich.console import Console
 
-    if json_file is not None:
-        check_writable("--json", json_file)
+    check_writable("--json", json_file)
     report = verify(job, lambda line: print(line, file=sys.stderr, flush=True))
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     show(report, Console(width=width, markup=False, highlight=False, soft_wrap=True))
     if json_file is not None:
-        write_report(json_file, report.as_json())
+        write_report("--json", json_file, report.as_json())
     return 1 if report.failures() else 0
 
 
@@ -79,7 +76,7 @@ def verify(job: Job, say: Say) -> Report:
     """
     config, prompts = _prepare(job)
     if job.turns:
-        job = msgspec.structs.replace(job, sampling=turns.without_placeholders(job.sampling, prompts))
+        job = replace(job, sampling=turns.without_placeholders(job.sampling, prompts))
     with beside(config) as own:
         return _verify(own, prompts, job, say)
 
@@ -94,7 +91,7 @@ def _verify(config: Config, prompts: list[Prompt], job: Job, say: Say) -> Report
     if _files(config) != files:
         raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
-        engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in cells}
+        engines = {cell.name: replace(config.engine, **cell.engine) for cell in cells}
         judge(report, cells[0].config(config), engines, reference.media, runs, say)
     return report
 
@@ -111,7 +108,7 @@ async def _run_cells(
         most = max((each.n for each in fits), default=job.n)
         if most > job.n:
             say(f"{most} responses per prompt, so that all cells have something to do")
-            job = msgspec.structs.replace(job, n=most)
+            job = replace(job, n=most)
             first = await _reference(reference, config, most, runner)
         for name, why in cannot.items():
             say(f"{name} is left out: {why}")
@@ -163,8 +160,8 @@ async def _reference(
         longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(n)) + 1, block)
         seqs = max(1, found.kv_blocks // -(-longest // block))
         runner.say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
-        engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, sequences(config)))
-        config = msgspec.structs.replace(config, engine=engine)
+        engine = replace(config.engine, max_num_seqs=min(seqs, sequences(config)))
+        config = replace(config, engine=engine)
         found = await runner.run(cell, cell.config(config), n, sampling=sampling)
     return found
 
@@ -179,7 +176,7 @@ def _fits(
     cannot = {each.cell.name: each.why for each in every if each.why}
     fits = [each for each in every if not each.why]
     least = n_for_tokens(work, job.min_tokens // max(1, len(fits)))
-    return [msgspec.structs.replace(each, n=max(each.n, least)) for each in fits], cannot
+    return [replace(each, n=max(each.n, least)) for each in fits], cannot
 
 
 def _work(groups: Sequence[Group]) -> Work:
@@ -265,12 +262,7 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
     facts = ModelFacts() if model is None else model_facts(model)
     lines = read_prompts(job.prompts, tokenizer_of(model), Pictures(job.prompts.parent, model))
     most = turns.most_tokens(job.sampling, _longest_image(lines)) if job.turns else job.sampling.max_tokens
-    length = check_fit(lines, most, facts) + most + SLACK_TOKENS
-    if config.engine.max_model_len is None:
-        length = min(length, facts.context or length)
-        config = msgspec.structs.replace(
-            config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
-        )
+    config = with_length(config, check_fit(lines, most, facts) + most, facts)
     return config, [
         Prompt(line.prompt.id, token_ids=line.prompt.token_ids, media=line.prompt.media) for line in lines
     ]
