@@ -25,7 +25,7 @@ from lib.hardware import machine
 
 from seer.common import wire
 from seer.common.types import Capacity
-from seer.report.log_files import read_timeline
+from seer.report.log_reader import read_timeline
 from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out

@@ -10,7 +10,7 @@ from log_lives import Life
 from structlog.testing import capture_logs
 
 from seer.common.errors import ConfigError
-from seer.report.log_files import read_timeline
+from seer.report.log_reader import read_timeline
 from seer.services.buffer.log import segments, writer
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError, read

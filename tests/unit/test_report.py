@@ -14,8 +14,7 @@ from seer.cli.main import main
 from seer.common.errors import InvalidField
 from seer.common.types import Capacity
 from seer.report import view as view_module
-from seer.report.log_files import read_timeline
-from seer.report.log_reader import LogReader
+from seer.report.log_reader import LogReader, read_timeline
 from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Timeline
 from seer.report.svg import date, duration
 from seer.report.timeline_page import page

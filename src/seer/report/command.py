@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from seer.common.errors import InvalidField
-from seer.report.log_files import read_timeline
+from seer.report.log_reader import read_timeline
 from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout
-from seer.rollout.files import check_writable, replacing
+from seer.rollout.files import check_writable, write_whole
 
 
 def write_reports(
@@ -25,22 +24,13 @@ def write_reports(
     `possible` is the share of the least time that these engines could take. Raises `InvalidField` for what
     is no log, for a rollout that it lacks, and for a file that cannot be written.
     """
-    for option, path in (("--out", html), ("--trace", trace_file)):
-        if path is not None:
-            check_writable(option, path)
+    check_writable("--out", html)
+    check_writable("--trace", trace_file)
     timeline = read_timeline(log)
     view = RolloutView(timeline, choose_rollout(timeline, rollout_id), possible)
     if html is not None:
-        _write("--out", html, page(view).encode())
+        write_whole("--out", html, page(view).encode())
     if trace_file is not None:
-        _write("--trace", trace_file, trace(view))
+        write_whole("--trace", trace_file, trace(view))
     figures = ", ".join(f"{value} {name}" for value, name in view.figures())
     return f"rollout {view.rollout.rollout_id}: {figures}"
-
-
-def _write(option: str, path: Path, data: bytes) -> None:
-    try:
-        with replacing(path) as partial:
-            partial.write_bytes(data)
-    except OSError as error:
-        raise InvalidField(option, str(path), f"cannot be written: {error.strerror}") from error

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections import defaultdict
+from pathlib import Path
 
 from seer.common import ids, wire
+from seer.common.errors import InvalidField
 from seer.common.types import TurnSpec
-from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
+from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
 from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep_machine
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
@@ -23,6 +25,31 @@ from seer.services.buffer.events import FromEngine, FromTrainer, Joined, Left, T
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
+
+
+def read_timeline(log: Path) -> Timeline:
+    """Read a file, or all files `*.jsonl` of a folder: every life of a buffer.
+
+    Raises `InvalidField` for what is no log.
+    """
+    try:
+        files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
+        files = [path for path in files if path.stat().st_size]
+        if not files:
+            raise InvalidField("LOG", str(log), "holds no log: give a folder or file that buffer.log wrote")
+        reader = LogReader()
+        for path in files:
+            header, lines = rows.read(path)
+            reader.begin(header)
+            for line in lines:
+                reader.add(line)
+        reader.finish()
+    except OSError as error:
+        fix = f"{error.strerror}; give a folder or file that buffer.log wrote"
+        raise InvalidField("LOG", str(log), fix) from error
+    except rows.LogError as error:
+        raise InvalidField("LOG", str(log), str(error)) from error
+    return reader.timeline
 
 
 class _Engine:
@@ -70,7 +97,7 @@ class LogReader:
             back = max(header.started, timeline.end)
             lost = len(self._running)
             text = f"buffer lost; chunks lost: {lost}" if lost else "buffer began anew"
-            timeline.spans.append(Span(SpanKind.NO_BUFFER, timeline.end, back, text, failed=bool(lost)))
+            timeline.spans.append(Span(timeline.end, back, text, failed=True))
             for request_id in list(self._running):
                 self._close(request_id, End.BUFFER_LOST)
             for response in self._responses.values():
@@ -126,7 +153,7 @@ class LogReader:
                     self._left(name, died=died)
             case FromTrainer(trainer, wire.UpdateWeights(version=version, call_id=ask)):
                 now = self.timeline.end
-                span = Span(SpanKind.WEIGHTS, now, now, f"weights {version}")
+                span = Span(now, now, f"weights {version}")
                 self._updates[trainer, ask] = span
                 self.timeline.spans.append(span)
 
@@ -157,9 +184,7 @@ class LogReader:
         timeline = self.timeline
         until = max(until, timeline.end)
         self._stop()  # chunks that ran: what became of them is not known
-        timeline.spans.append(
-            Span(SpanKind.NO_BUFFER, timeline.end, until, "no log: it could not be written")
-        )
+        timeline.spans.append(Span(timeline.end, until, "no log: it could not be written", failed=True))
         for name, engine in self._engines.items():
             engine.running.clear()
             self._left(name, died=False)
@@ -341,7 +366,7 @@ class LogReader:
     def _slept(self, asleep: bool) -> None:
         now = self.timeline.end
         if asleep and self._asleep is None:
-            self._asleep = Span(SpanKind.SLEEP, now, now, "engines asleep")
+            self._asleep = Span(now, now, "engines asleep")
             self.timeline.spans.append(self._asleep)
         elif not asleep and self._asleep is not None:
             self._asleep.end, self._asleep = now, None

@@ -71,11 +71,6 @@ class Response:
         """Its request's id without the rollout."""
         return f"{self.prompt_id}#{self.index}"
 
-    @property
-    def engines(self) -> int:
-        """How many engines it ran on."""
-        return len({chunk.engine for chunk in self.chunks})
-
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -122,19 +117,10 @@ class EngineLife:
         return self.left is not None and (self.died or bool(self.chunks_lost))
 
 
-class SpanKind(Enum):
-    """What took a time in which engines do not generate."""
-
-    WEIGHTS = "weights"
-    SLEEP = "sleep"
-    NO_BUFFER = "buffer"
-
-
 @dataclass(slots=True, eq=False)
 class Span:
-    """A weight update, engines asleep, or no buffer. `failed` ones are drawn red."""
+    """A weight update, engines asleep, or no buffer, which counts as `failed`: those are drawn red."""
 
-    kind: SpanKind
     start: float
     end: float
     text: str

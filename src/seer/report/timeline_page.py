@@ -5,7 +5,7 @@ Colour-blind people tell the colours apart (Okabe and Ito; Tol); lost chunks are
 
 from __future__ import annotations
 
-from seer.report.records import Chunk, End, Response, SpanKind
+from seer.report.records import Chunk, End, Response
 from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of
 from seer.report.trajectories import away
 from seer.report.view import ENGINES, Bars, RolloutView, drawn_tail, lay_out, tail_chunks
@@ -176,10 +176,9 @@ def _losses(drawing: Drawing, view: RolloutView, name: str, y: float, height: fl
 def _spans(drawing: Drawing, view: RolloutView, top: float, bottom: float) -> None:
     """Shade when there was no buffer, and when weights were loaded or engines slept."""
     for span in view.spans:
-        bad = span.failed or span.kind is SpanKind.NO_BUFFER
         title = f"{span.text}, {duration(span.end - span.start, 0.1)}"
-        drawing.bar(span.start, span.end, top, bottom - top, "bad" if bad else "span", title)
-        drawing.text(drawing.x(span.start) + 3, bottom - 3, span.text, "red" if bad else "n")
+        drawing.bar(span.start, span.end, top, bottom - top, "bad" if span.failed else "span", title)
+        drawing.text(drawing.x(span.start) + 3, bottom - 3, span.text, "red" if span.failed else "n")
 
 
 # --- levels --------------------------------------------------------------------------------
