@@ -160,13 +160,7 @@ def _charges(load: Workload, tokens: Floats, gains: Floats, part: float, weight:
     return least
 
 
-def _cheapest(
-    model: Model,
-    context: Floats,
-    gains: Floats,
-    share: Floats,
-    part: float,
-) -> Floats:
+def _cheapest(model: Model, context: Floats, gains: Floats, share: Floats, part: float) -> Floats:
     """Return the seconds of a token at each context length, with the draft length that is best there.
 
     `share` is the request's share of a step; `part` is the part of compute beyond reading weights to count.

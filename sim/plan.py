@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from seer.common.errors import InvalidField
 from seer.sim import turns
 from seer.sim.bound import of_trajectories
-from seer.sim.study import Run, Task, Variant, run_all
+from seer.sim.study import Task, Variant, run_all
 from seer.sim.workload import Workload
 
 GROWTH = 1.25
@@ -42,7 +42,7 @@ def instances_for(
 
     def median(instances: int) -> float:
         tasks = [Task(replace(load, instances=instances), variant, seed, chunk_size) for seed in range(seeds)]
-        found = statistics.median(run.total for run in run_all(tasks, workers, _ignore))
+        found = statistics.median(run.total for run in run_all(tasks, workers, lambda _: None))
         on_result(instances, found)
         return found
 
@@ -61,7 +61,3 @@ def instances_for(
         else:
             short = middle
     return enough
-
-
-def _ignore(run: Run) -> None:
-    pass

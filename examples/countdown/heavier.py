@@ -122,14 +122,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--fill", choices=("zeros", "random"), default="zeros", help="what new weights are")
     given = parser.parse_args()
-    made = heavier(
-        given.folder,
-        weight=given.weight,
-        kv=given.kv,
-        layers=given.layers,
-        model=given.model,
-        fill=given.fill,
-    )
+    made = heavier(**vars(given))
     print(f"{made}: {(made / WEIGHTS).stat().st_size / 1e6:.0f} MB")
 
 

@@ -26,12 +26,7 @@ import torch
 from task import IDS, Problem
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SEED = 20251120
 THREADS = 2

@@ -18,6 +18,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+THREADS = 2
+"""Part of what makes a step repeatable."""
+
+BATCH_TOKENS = 8192
+
 ROUNDING = 1e-3
 """Difference of a logprob, in nats, that is put down to rounding: kernels sum in another order for another
 batch. In float32 it is about 1e-6; beyond this bound the token is corrected by its importance ratio."""
@@ -116,19 +121,15 @@ def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Te
 
 
 class Learner:
-    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable.
+    """A model in float32 and its optimizer. `placeholder`: the token that stands for images; None: none."""
 
-    `placeholder`: the token that stands for images; None: the model has none.
-    """
-
-    def __init__(self, model: Path, *, threads: int = 2, batch_tokens: int = 8192) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, model: Path) -> None:
+        torch.set_num_threads(THREADS)
         torch.use_deterministic_algorithms(True)
         self.placeholder: int | None = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
         kind = AutoModelForCausalLM if self.placeholder is None else AutoModelForImageTextToText
         self.model = kind.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        self._batch_tokens = batch_tokens
 
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepStats:
         """Take one optimizer step on the mean loss over tokens; samples without advantage are skipped."""
@@ -136,7 +137,7 @@ class Learner:
         tokens = sum(sample.tokens for sample in used)
         loss = gap = corrected = 0.0
         self.optimizer.zero_grad()
-        for batch in batches(used, self._batch_tokens):
+        for batch in batches(used, BATCH_TOKENS):
             padded = pad(batch)
             mask, engine = padded["mask"], padded["logprobs"]
             logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
