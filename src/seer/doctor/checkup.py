@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from seer.common.config import Config, dump
 from seer.common.process.devices import visible_devices
@@ -90,8 +90,8 @@ def _with_model(config: Config) -> tuple[Config, dict[str, object]]:
     """Return the configuration with the shipped model if it has none, and what the report says of it."""
     shipped = not config.shared.model and SHIPPED_MODEL.is_dir()
     if shipped:
-        shared = msgspec.structs.replace(config.shared, model=str(SHIPPED_MODEL))
-        config = msgspec.structs.replace(config, shared=shared)
+        shared = replace(config.shared, model=str(SHIPPED_MODEL))
+        config = replace(config, shared=shared)
     return config, {"model": config.shared.model, "shipped_model": shipped}
 
 

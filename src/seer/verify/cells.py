@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
@@ -89,26 +90,24 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
         `lengths` are those of the sequences in order of submission, for `scarce_blocks`.
         """
-        engine = msgspec.structs.replace(base.engine, **self.engine)
+        engine = replace(base.engine, **self.engine)
         if self.scarce:
-            engine = msgspec.structs.replace(engine, kv_blocks=scarce_blocks(base, lengths))
-        buffer = msgspec.structs.replace(base.buffer, **self.buffer)
-        drafts = msgspec.structs.replace(base.drafts, source=self.drafts)
-        dgds = msgspec.structs.replace(base.dgds, remember_tokens=MEMORY_TOKENS if self.again else 0)
-        return msgspec.structs.replace(
-            base, engine=engine, buffer=buffer, pool=self._pool(base), drafts=drafts, dgds=dgds
-        )
+            engine = replace(engine, kv_blocks=scarce_blocks(base, lengths))
+        buffer = replace(base.buffer, **self.buffer)
+        drafts = replace(base.drafts, source=self.drafts)
+        dgds = replace(base.dgds, remember_tokens=MEMORY_TOKENS if self.again else 0)
+        return replace(base, engine=engine, buffer=buffer, pool=self._pool(base), drafts=drafts, dgds=dgds)
 
     def _pool(self, base: Config) -> PoolConfig:
         here = PoolConfig()
         kind: Literal["mooncake", "none"] = "mooncake" if self.pool else "none"
-        pool = msgspec.structs.replace(
+        pool = replace(
             base.pool, kind=kind, master=here.master, metrics=here.metrics, pull_tokens=0, ssd_gib=0.0
         )
         if not self.disk:
             return pool
         gib = scarce_pool_bytes(base) / 2**30
-        return msgspec.structs.replace(pool, dram_gib=gib, ssd_gib=DISK_FACTOR * gib, lease_seconds=1.0)
+        return replace(pool, dram_gib=gib, ssd_gib=DISK_FACTOR * gib, lease_seconds=1.0)
 
     def unmet(self, counters: Mapping[str, int]) -> list[str]:
         """Return what this cell was to exercise and did not, as text."""
@@ -260,11 +259,11 @@ def settled(base: Config, machine: Hardware) -> Config:
         machine.devices, base.engine.tensor_parallel, described,
         attention_backend=base.engine.vllm.attention_backend,
     )  # fmt: skip
-    return msgspec.structs.replace(
+    return replace(
         base,
-        shared=msgspec.structs.replace(base.shared, block_size=base.shared.block_size or default.block_size),
+        shared=replace(base.shared, block_size=base.shared.block_size or default.block_size),
         # As on CPUs, whatever a device could run at once: more requests would leave cells nothing to preempt.
-        engine=msgspec.structs.replace(base.engine, max_num_seqs=sequences(base)),
+        engine=replace(base.engine, max_num_seqs=sequences(base)),
     )
 
 

@@ -151,11 +151,7 @@ def compare(
 
 
 def judge_token(
-    mismatch: Mismatch,
-    evidence: Evidence,
-    sampling: SamplingParams,
-    tolerance: float,
-    deviation: float = 0.0,
+    mismatch: Mismatch, evidence: Evidence, sampling: SamplingParams, tolerance: float, deviation: float = 0.0
 ) -> Mismatch:
     """Give a token mismatch its verdict. `deviation` is what `logprob_deviation` returned."""
     tokens = [int(mismatch.reference), int(mismatch.found)]

@@ -131,11 +131,7 @@ def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
     sampling = case.cell.sampling or report.sampling
     evidence = _evidence(case, sampling, report.dtype, backend, key)
     deviation = logprob_deviation(
-        case.reference,
-        case.found,
-        mismatch.position,
-        evidence,
-        sampling.temperature,
+        case.reference, case.found, mismatch.position, evidence, sampling.temperature
     )
     case.cell.mismatches[case.slot] = judge_token(
         mismatch, evidence, sampling, report.logprob_tolerance, deviation

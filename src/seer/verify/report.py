@@ -92,15 +92,11 @@ class Report(msgspec.Struct, kw_only=True):
     @property
     def tokens_compared(self) -> int:
         """Tokens compared in all cells that prove something."""
-        return sum(cell.comparison.tokens for cell in self._proving if cell.comparison is not None)
+        return sum(cell.comparison.tokens for cell in self.proving if cell.comparison is not None)
 
     @property
-    def proving(self) -> int:
+    def proving(self) -> list[CellReport]:
         """Cells that did what they are there for."""
-        return len(self._proving)
-
-    @property
-    def _proving(self) -> list[CellReport]:
         return [cell for cell in self.cells if not (cell.unmet or cell.error)]
 
     def left_out(self) -> dict[str, str]:
@@ -119,7 +115,7 @@ class Report(msgspec.Struct, kw_only=True):
             found.append(f"{self.reference.name} did not exercise {', '.join(self.reference.unmet)}")
         if self.named:
             found += [f"{name} {why}" for name, why in self.left_out().items()]
-        elif not any(cell.comparison for cell in self._proving):
+        elif not any(cell.comparison for cell in self.proving):
             found.append("no cell could be exercised: give more prompts, -n or --max-tokens")
         for cell in self.cells:
             if cell.error:
@@ -203,8 +199,8 @@ def _conclude(report: Report, console: Console) -> None:
     failures = report.failures()
     console.print(
         f"{'FAILED' if failures else 'PASSED'}: {report.tokens_compared} tokens compared in "
-        f"{report.proving} cells (at least {report.min_tokens} needed), {len(report.left_out())} left out, "
-        f"{report.count('numeric')} numeric mismatches, {report.count('bug')} bugs"
+        f"{len(report.proving)} cells (at least {report.min_tokens} needed), {len(report.left_out())} left "
+        f"out, {report.count('numeric')} numeric mismatches, {report.count('bug')} bugs"
     )
     for line in failures:
         console.print(f"- {line}")
