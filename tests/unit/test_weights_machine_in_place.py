@@ -93,15 +93,6 @@ def test_an_answer_to_a_try_that_failed_is_not_taken_for_one_to_the_next():
     assert loaded(machine, "a", call_id=1) == [weight_instructions.Admit("a")]
 
 
-def test_one_that_died_is_named_and_comes_back_to_the_checked_ones():
-    machine = make("a")
-    begin(machine, "a")
-    out = machine.apply(Left(["a"]), 2.0, idle=True)
-    assert out[-1] == orders.failed("t", 5, {"a": "it ended while it loaded them"}, 7)
-    back = orders.joined("a", weights=Weights(0, "start"))
-    assert machine.apply(back, 3.0, idle=True) == [orders.load("a", CHECKED, call_id=1)]
-
-
 def test_one_that_said_why_before_it_ended_is_quoted():
     machine = make("a", "b")
     begin(machine, "a", "b")
@@ -113,14 +104,6 @@ def test_one_that_said_why_before_it_ended_is_quoted():
     loaded(machine, "b", "stuck")
     machine.apply(Left(["b"]), 2.0, idle=True)
     assert loaded(machine, "a")[-1] == orders.live("t", FIVE, {"b": "stuck"}, 7)
-
-
-def test_start_weights_are_loaded_again_from_the_start_model():
-    start = Weights(0, "start")
-    machine = make("a", weights=start)
-    begin(machine, "a")
-    assert loaded(machine, "a", "broken")[-1] == orders.load("a", start, call_id=1)
-    assert loaded(machine, "a", version=0, call_id=1) == [weight_instructions.Admit("a")]
 
 
 def test_after_two_in_place_the_last_checked_ones_are_live_again_and_the_lost_version_may_be_repeated():
@@ -147,15 +130,6 @@ def test_with_nothing_to_go_back_to_all_wait_for_the_next_update():
     assert orders.prepare("a", 7, "/seven", 2, "d7") in machine.apply(event, 3.0, idle=True)
 
 
-def test_a_quarantined_one_takes_part_in_the_next():
-    machine = make("a", "b")
-    begin(machine, "a", "b")
-    loaded(machine, "a")
-    loaded(machine, "b", "no room")
-    out = begin(machine, "a", version=6, source="inplace:spool:six")
-    assert out[-1] == orders.loading("t", 6, ["a", "b"], 7)
-
-
 def test_asked_again_it_is_answered_and_loaded_nowhere():
     machine = make("a", "b")
     begin(machine, "a", "b")
@@ -174,16 +148,6 @@ def test_a_later_checked_update_forgets_the_ones_before():
     machine.apply(orders.prepared("a", 6, "d6", "", 2), 3.0, idle=True)
     assert machine.live == Weights(6, "d6", "/six")
     assert machine.sources == {"/six"}
-
-
-def test_a_version_that_one_had_stays_live_though_that_one_died():
-    machine = make("a", "b")
-    begin(machine, "a", "b")
-    loaded(machine, "a")
-    machine.apply(Left(["a"]), 2.0, idle=True)
-    out = loaded(machine, "b", "broken")
-    assert out[-1] == orders.live("t", FIVE, {"b": "broken"}, 7)
-    assert machine.live == FIVE
 
 
 def test_a_snapshot_has_all_of_it_and_an_older_one_can_be_read():
@@ -226,28 +190,3 @@ def test_ones_that_dropped_weights_in_place_take_the_next_ones_while_their_kv_sl
     assert not machine.admitted, "the KV cache sleeps on"
     awake = {"idle": True, "awake": ("a",), "weights_awake": ("a",)}
     assert machine.apply(Tick(), 6.0, **awake) == [weight_instructions.Admit("a")]
-
-
-def test_if_none_has_them_while_kv_sleeps_the_checked_ones_come_back_once_it_is_awake():
-    machine = make("a")
-    asleep = {"idle": True, "awake": (), "weights_awake": ("a",)}
-    machine.apply(orders.update("t", 5, PLAN, "d5", call_id=7), 1.0, **asleep)
-    out = machine.apply(orders.prepared("a", 5, "d5"), 1.0, **asleep)
-    assert out[-1] == orders.loading("t", 5, ["a"], 7)
-    out = machine.apply(orders.loaded("a", 5, "the trainer is gone"), 2.0, **asleep)
-    assert out[-1] == orders.failed("t", 5, {"a": "the trainer is gone"}, 7)
-    out = machine.apply(Tick(), 3.0, idle=True, awake=("a",), weights_awake=("a",))
-    assert out == [orders.load("a", CHECKED, call_id=1)]
-
-
-def test_asking_again_for_weights_in_place_while_kv_sleeps_does_not_take_them_back():
-    machine = make("a")
-    asleep = {"idle": True, "awake": (), "weights_awake": ("a",)}
-    asked = orders.update("t", 5, PLAN, "d5", call_id=7)
-    machine.apply(asked, 1.0, **asleep)
-    machine.apply(orders.prepared("a", 5, "d5"), 1.0, **asleep)
-    out = machine.apply(orders.loaded("a", 5), 2.0, **asleep)
-    assert out[-1] == orders.live("t", FIVE, {}, 7)
-    out = machine.apply(asked, 3.0, **asleep)  # the answer was lost
-    assert out[-1] == orders.live("t", FIVE, {}, 7)
-    assert machine.live == FIVE
