@@ -10,17 +10,6 @@ from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.requests import instructions
 
 
-def test_the_loss_of_engines_says_nothing_against_a_request():
-    machine = make(engines=("a",), max_attempts=2)
-    submit(machine, "p", n=1)
-    for life in range(20):
-        machine.apply(Left(["a"]), 1.0)
-        (dispatch,) = pick(machine.apply(orders.joined("a", CAPACITY, life), 1.0), instructions.Dispatch)
-        check(machine)
-    assert not machine.requests["r/p#0"].alone
-    assert pick(end(machine, dispatch), instructions.Keep)
-
-
 def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_others_finish():
     machine = make(engines=("a", "b"), chunk_size=16)
     out = submit(machine, "poison", "p", "q", "s", n=2, max_tokens=32)
@@ -60,22 +49,6 @@ def test_an_engine_whose_connection_alone_broke_did_not_die():
         die(machine, "a", 7)
         assert not machine.requests["r/p#0"].deaths
         assert not machine.requests["r/p#0"].alone
-
-
-def test_a_suspect_is_cleared_by_a_chunk_that_ends():
-    machine = make(engines=("a",))
-    submit(machine, "p", "q", n=1)
-    for life in (1, 2, 3):
-        die(machine, "a", life)
-    assert sorted(machine.scheduler.suspects) == ["r/q#0"]  # the other one is tried, alone
-    request = machine.requests["r/p#0"]
-    assert request.alone
-    out = end(machine, instructions.Dispatch("a", "r/p#0", request.attempt, 16))
-    assert not request.deaths
-    (other,) = pick(out, instructions.Dispatch)
-    assert machine.requests[other.request_id].alone
-    out = end(machine, other)
-    assert len(pick(out, instructions.Dispatch)) == 2  # both at once again
 
 
 def test_all_engines_lost_at_once_cost_one_pass():
@@ -140,22 +113,6 @@ def test_who_runs_alone_on_an_engine_that_falls_silent_is_tried_again():
     assert not machine.requests["r/p#0"].alone
 
 
-def test_a_group_that_fails_with_a_suspect_takes_its_siblings_along():
-    machine = make()
-    submit(machine, "p", n=2, max_tokens=160)
-    poison, other = (machine.requests[f"r/p#{index}"] for index in range(2))
-    for life in (10, 11, 12):
-        die(machine, poison.instance, life)
-        end(machine, instructions.Dispatch(other.instance, "r/p#1", other.attempt, 16))
-    assert (poison.alone, other.alone, {poison.instance, other.instance}) == (True, False, {"a", "b"})
-    gone = Left([poison.instance, other.instance], died=True)
-    assert not pick(machine.apply(gone, 2.0), wire.Refused)
-    (refused,) = pick(machine.apply(Tick(), 33.0), wire.Refused)
-    assert refused.prompt_ids == ["p"]
-    assert not machine.requests
-    check(machine)
-
-
 def test_a_suspect_that_is_cancelled_is_forgotten():
     machine = suspects("p", "q")
     (waiting,) = machine.scheduler.suspects
@@ -187,26 +144,6 @@ def test_only_so_many_dead_engines_are_remembered(monkeypatch):
         assert all(life in machine.requests[name].deaths for name in machine.deaths._dead_lives[life])
         check(machine)
     assert set().union(*(request.deaths for request in machine.requests.values())) == {-1}
-
-
-def suspected(machine):
-    """Have a request run alone, after three engines died with it."""
-    submit(machine, "p", n=1)
-    for life in (1, 2, 3):
-        die(machine, "a", life)
-    assert machine.requests["r/p#0"].alone
-
-
-def test_who_was_lost_alone_with_a_connection_that_broke_goes_on():
-    machine = make(engines=("a",))
-    suspected(machine)
-    machine.apply(Left(["a"], died=True), 10.0)
-    check(machine)
-    assert not pick(machine.apply(Tick(), 39.0), wire.Refused)
-    machine.apply(orders.joined("a", CAPACITY, 3), 39.5)
-    check(machine)
-    assert machine.requests["r/p#0"].instance == "a"
-    assert not machine.deaths.lost_alone
 
 
 def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():

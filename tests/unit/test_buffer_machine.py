@@ -42,17 +42,6 @@ def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
     assert pick(end(machine, new), instructions.Keep)
 
 
-def test_a_lost_engine_reruns_from_the_last_chunk_boundary():
-    machine = make()
-    dispatch = pick(submit(machine, "p", n=1), instructions.Dispatch)[0]
-    second = pick(end(machine, dispatch), instructions.Dispatch)[0]
-    again = pick(machine.apply(Left([second.instance]), 1.0), instructions.Dispatch)[0]
-    assert again.instance != second.instance
-    assert machine.requests[again.request_id].view.generated == 16
-    assert again.max_new_tokens == 16
-    check(machine)
-
-
 def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
     machine = make(engines=("a",), max_attempts=2)
     submit(machine, "p", "q", n=1)
@@ -116,17 +105,6 @@ def test_static_places_everything_at_once():
     assert set(by_group.values()) == {"a", "b"}
 
 
-def test_submissions_wait_for_a_first_engine_then_fail():
-    machine = make(engines=(), engine_wait_seconds=10.0)
-    assert submit(machine, "p") == [instructions.Take("r/p", "p")]
-    machine.apply(Tick(), 9.0)
-    (refusal,) = pick(machine.apply(Tick(), 11.0), wire.Refused)
-    assert "no engine" in refusal.message
-    submit(machine, "p", now=12.0)
-    assert pick(machine.apply(orders.joined("a", CAPACITY), 13.0), wire.Accepted)
-    check(machine)
-
-
 def test_work_fails_when_no_engine_comes_back():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     submit(machine, "p")
@@ -150,30 +128,6 @@ def test_what_expires_together_expires_in_the_order_of_ids():
     check(machine)
 
 
-def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
-    big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
-    machine = make(engines=("a",))
-    machine.apply(orders.joined("big", big), 0.0)
-    submit(machine, "p", n=1, max_tokens=1000, prompt_len=250)
-    submit(machine, "q", n=1)
-    machine.apply(Left(["big"]), 1.0)
-    check(machine)
-    assert machine.scheduler.parked == {"r/p#0"}
-    assert machine.requests["r/q#0"].instance == "a"
-    assert pick(machine.apply(orders.joined("big", big), 2.0), instructions.Dispatch)[0].request_id == "r/p#0"
-    check(machine)
-
-
-def test_resubmission_is_harmless_and_redelivers_what_is_finished():
-    machine = make()
-    out = submit(machine, "p", n=1)
-    assert pick(submit(machine, "p", n=1), wire.Accepted)
-    run_to_end(machine, out)
-    assert pick(submit(machine, "p", n=1), instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
-    assert pick(submit(machine, "p", trainer="other"), wire.Refused)
-    check(machine)
-
-
 def test_cancel_drops_what_runs_and_keeps_what_is_finished():
     machine = make()
     run_to_end(machine, submit(machine, "p", n=1))
@@ -186,13 +140,6 @@ def test_cancel_drops_what_runs_and_keeps_what_is_finished():
     assert set(machine.groups) == {"r/p"}
     assert not pick(machine.apply(orders.cancelled("other", "r", []), 2.0), instructions.Forget)
     check(machine)
-
-
-def test_unacknowledged_results_expire():
-    machine = make(result_ttl_seconds=10.0)
-    run_to_end(machine, submit(machine, "p", n=1))
-    assert not pick(machine.apply(Tick(), 10.0), instructions.Forget)
-    assert pick(machine.apply(Tick(), 12.0), instructions.Forget)
 
 
 def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
@@ -315,13 +262,6 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
     assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
     assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[70]]
     assert [dispatch.acceptance for dispatch in pick(end(machine, other), instructions.Dispatch)] == [[]]
-
-
-def test_a_late_answer_tells_nothing_of_drafts():
-    machine = make(engines=("a",))
-    (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
-    late = orders.ended("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
-    assert machine.apply(late, 1.0) == []
 
 
 def kept(*responses, version=0, digest=""):

@@ -64,18 +64,6 @@ def test_the_same_use_cannot_ask_for_two_things():
     assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
 
 
-def test_a_reattached_trainer_gets_all_answers_in_its_new_life_only():
-    machine = make(engines=("a",))
-    out = submit(machine, "p", "q", n=1, max_tokens=16, submission=1, life=b"1")
-    first, second = pick(out, instructions.Dispatch)
-    end(machine, first)
-    out = submit(machine, "p", n=1, max_tokens=16, submission=9, life=b"2")
-    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
-    assert not pick(end(machine, second), instructions.Deliver)  # it has not been asked for yet
-    out = submit(machine, "q", n=1, max_tokens=16, submission=9, life=b"2")
-    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
-
-
 def test_a_rollout_has_one_weight_version():
     machine = make(engines=("a",))
     out = submit(machine, "p", n=1, max_tokens=16)
@@ -135,15 +123,6 @@ def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built()
     assert len(refused) == len(out)
     assert sum(len(each.prompt_ids) for each in refused) == 4096
     assert not machine.rollouts
-
-
-def test_what_is_held_for_a_version_is_opened_when_it_is_live():
-    machine = make(engines=("a",))
-    assert not pick(submit(machine, "p", weight_version=3), instructions.Dispatch)
-    out = machine.apply(events.WeightsChanged(3), 1.0)
-    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
-    assert pick(out, instructions.Dispatch)
-    check(machine)
 
 
 def test_a_group_that_fails_by_its_own_last_chunk_is_not_delivered():
@@ -229,23 +208,6 @@ def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
     machine.apply(orders.acknowledged("t", "r", ["q"]), 2.0)
     machine.apply(events.WeightsChanged(1), 2.0)
     assert pick(submit(machine, "q", n=1, params_digest=7), instructions.Dispatch)
-
-
-def test_what_was_asked_for_again_goes_to_who_asked_last():
-    machine = make(engines=("a",))
-    (dispatch,) = pick(
-        submit(machine, "p", n=1, max_tokens=16, submission=1, life=b"1"), instructions.Dispatch
-    )
-    submit(machine, "p", n=1, max_tokens=16, submission=2, life=b"2")
-    assert pick(end(machine, dispatch), instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
-
-
-def test_each_refusal_names_the_use_that_its_prompts_belong_to():
-    machine = make(engines=("a",))
-    submit(machine, "p", "q", n=1, submission=1)
-    submit(machine, "q", n=1, submission=2)
-    refused = pick(machine.apply(events.RolloutsAborted("no"), 1.0), wire.Refused)
-    assert [(item.prompt_ids, item.submission) for item in refused] == [(["p"], 1), (["q"], 2)]
 
 
 def test_neither_an_abort_nor_a_lost_trainer_costs_more_than_what_runs():
@@ -348,12 +310,3 @@ def test_groups_of_an_open_rollout_are_delivered_to_the_life_that_asked_for_them
     assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this life
     out = submit(machine, "q", submission=10, life=b"2", **open_)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
-
-
-def test_prompts_of_an_open_rollout_begin_under_whatever_is_live():
-    machine = make(engines=("a",))
-    submit(machine, "p", n=1, open=True, submission=1)
-    machine.apply(events.WeightsChanged(1), 1.0)
-    out = submit(machine, "q", n=1, open=True, submission=2)
-    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["q"]]
-    assert not pick(out, wire.Refused)
