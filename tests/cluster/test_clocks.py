@@ -26,41 +26,28 @@ def jump(monkeypatch, seconds):
     monkeypatch.setattr(ids.time, "time_ns", lambda: real() + seconds * 10**9)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_a_trainer_comes_back_at_once_after_a_kill(seconds, monkeypatch):
+def test_a_trainer_comes_back(seconds, stopped, monkeypatch):
     @virtual
     async def check():
         async with running(engines=1) as cluster:
             transport = MemoryTransport(cluster.network)
-            endpoint = Config().endpoints.trainers
-            killed = RolloutClient(endpoint, name="t", transport=transport)
-            await killed.__aenter__()
-            await killed.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
-            await transport.close()
+            token = PROCESS.set("stopped")
+            past = await cluster.client(transport, name="t").__aenter__()
+            PROCESS.reset(token)
+            await past.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
+            if stopped:
+                asyncio.get_running_loop().freeze("stopped")
+            else:
+                await transport.close()
             jump(monkeypatch, seconds)
-            async with cluster.client(name="t") as client, asyncio.timeout(4):
+            async with cluster.client(name="t") as client, asyncio.timeout(25 if stopped else 4):
                 rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
                 assert len(await rollout.result()) == len(PROMPTS)
-
-    check()
-
-
-@pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_a_trainer_comes_back_while_its_past_life_stands_still(seconds, monkeypatch):
-    @virtual
-    async def check():
-        async with running(engines=1) as cluster:
-            token = PROCESS.set("stopped")
-            past = await cluster.client(name="t").__aenter__()
-            PROCESS.reset(token)
-            asyncio.get_running_loop().freeze("stopped")
-            jump(monkeypatch, seconds)
-            await asyncio.sleep(1)
-            async with cluster.client(name="t") as client, asyncio.timeout(25):
-                rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING)
-                assert len(await rollout.result()) == len(PROMPTS)
-            asyncio.get_running_loop().thaw("stopped")
-            await past.close()
+            if stopped:
+                asyncio.get_running_loop().thaw("stopped")
+                await past.close()
 
     check()
 

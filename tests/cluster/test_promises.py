@@ -6,14 +6,12 @@ import contextvars
 
 import pytest
 from cluster_harness import PROMPTS, folder, running
-from invariants import check
 from memory_transport import MemoryTransport
 from virtual_time import PROCESS, eventually, virtual
 
 from seer.client import DeadlineExceeded, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 from seer.services.buffer import server as buffer_server
-from seer.services.buffer.requests import deliveries
 
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.1))
 SAMPLING = SamplingParams(max_tokens=100)
@@ -155,35 +153,6 @@ async def test_a_drain_finishes_what_was_accepted_through_a_blip_and_names_what_
         with pytest.raises(RequestRefused, match="shutting down"):
             await held.result()
         await draining
-
-
-@virtual
-async def test_a_trainer_that_stops_reading_holds_up_a_window_and_gets_all_in_the_end(monkeypatch):
-    expected = await undisturbed()
-    monkeypatch.setattr(deliveries, "WINDOW_BYTES", 4000)
-    async with running() as cluster, contextlib.AsyncExitStack() as stack:
-        client, _ = await attach(cluster, stack)
-        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
-        standing = asyncio.create_task(cluster.stand_still("t", 30.0))
-        buffer = cluster.services["buffer"]
-        await eventually(lambda: len(buffer.machine.registry.finished) == len(PROMPTS))
-        (window,) = buffer.conductor._deliveries._windows.values()
-        assert window.bytes <= 4000
-        assert window.waiting
-        await standing
-        assert tokens(await rollout.result()) == expected
-        check(buffer.machine)
-
-
-@virtual
-async def test_a_second_trainer_of_a_held_rollout_is_refused_and_the_first_is_served():
-    async with running(engines=0) as cluster, cluster.client() as first, cluster.client() as second:
-        mine = await first.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
-        await eventually(lambda: cluster.services["buffer"].machine.groups)
-        with pytest.raises(RequestRefused, match="another trainer"):
-            await (await second.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")).result()
-        await cluster.start("e0")
-        assert len(await mine.result()) == len(PROMPTS)
 
 
 @virtual

@@ -97,15 +97,6 @@ async def test_cancel_frees_everything():
 
 
 @virtual
-async def test_estimates_come_back_from_the_context_service():
-    async with running() as cluster:
-        machine = cluster.services["buffer"].machine
-        work = asyncio.create_task(tokens_of(cluster, n=8, max_tokens=2000))
-        await eventually(lambda: any(value.tokens != 2000 for value in machine.estimates.values()))
-        await work
-
-
-@virtual
 async def test_a_policy_gets_spreads_where_it_asks_for_the_posterior(monkeypatch):
     ordered = []
 
@@ -138,59 +129,6 @@ async def test_responses_carry_what_was_asked():
             assert len(response.token_ids) == len(response.logprobs) <= 20
             assert response.logprobs.dtype == np.float32
             assert response.finish_reason == ("length" if len(response.token_ids) == 20 else "stop")
-
-
-@virtual
-async def test_a_drained_buffer_finishes_its_work_and_takes_no_more():
-    async with running() as cluster, cluster.client() as client:
-        rollout = await client.submit(PROMPTS, n=2, sampling=SamplingParams(max_tokens=50))
-        await eventually(lambda: bool(cluster.services["buffer"].machine.groups))
-        cluster.services["buffer"].drain()
-        late = await client.submit([[1]], n=1)
-        with pytest.raises(RequestRefused, match="shutting down"):
-            await late.result()
-        assert len(await rollout.result()) == len(PROMPTS)
-        await cluster.drain("buffer")
-
-
-@virtual
-async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
-    expected = await tokens_under("static")
-    async with running(engines=1) as cluster:
-        earlier = cluster._tasks.pop("e0"), cluster._transports.pop("e0")
-        await cluster.start("e0")
-        at = cluster.services["buffer"]._engines._peers.address_of
-        later = at("e0")
-        await asyncio.sleep(12)  # both have said Hello again
-        assert at("e0") == later
-        assert await tokens_of(cluster) == expected
-        await cluster.kill("e0")
-        assert await tokens_of(cluster) == expected
-        assert at("e0") != later
-        cluster._tasks["e0"], cluster._transports["e0"] = earlier
-
-
-@virtual
-async def test_a_killed_trainer_comes_back_for_the_rest():
-    expected = await tokens_under("static")
-    async with running() as cluster:
-        sampling = SamplingParams(max_tokens=100)
-        how = {"n": 4, "sampling": sampling, "rollout_number": 0, "rollout_id": "step-0"}
-        killed = cluster.client(name="trainer")
-        await killed.__aenter__()
-        before = await killed.submit(PROMPTS, **how)
-        await anext(aiter(before))
-        await killed._transport.close()  # as SIGKILL would: no goodbye, no cancel
-        machine = cluster.services["buffer"].machine
-        await eventually(lambda: machine.waiting == 0 and machine.instances.chunks == 0)
-        chunks = machine.counters["chunks"]
-        async with cluster.client(name="trainer") as client:
-            groups = await (await client.submit(PROMPTS, **how)).result()
-        assert machine.counters["chunks"] - chunks <= 4 * len(before.groups) * 4
-        got = {(g.prompt_id, r.index): r.token_ids.tolist() for g in groups for r in g.responses}
-        assert got == expected
-        await eventually(lambda: not machine.groups)
-        check(machine)
 
 
 @virtual

@@ -129,29 +129,6 @@ async def test_an_update_waits_for_engines_that_are_started_again(tmp_path, stre
 
 
 @virtual
-async def test_a_late_engine_loads_before_it_works(tmp_path):
-    async with running(engines=1) as cluster, cluster.client() as client:
-        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
-        expected = await roll(client)
-        await cluster.start("e1")
-        server = cluster.services["buffer"]
-        await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
-        assert cluster.services["e1"]._updater.live.digest == live.digest
-        await cluster.kill("e0")
-        assert await roll(client) == expected
-
-
-@virtual
-async def test_a_restarted_buffer_learns_the_weights_from_its_engines(tmp_path):
-    async with running(engines=2) as cluster, cluster.client() as client:
-        await client.update_weights(1, folder(tmp_path / "one", 1.0))
-        expected = await roll(client)
-        await cluster.kill("buffer")
-        await cluster.start("buffer")
-        assert await roll(client) == expected
-
-
-@virtual
 async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as one, cluster.client() as two:
         await one.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -162,23 +139,6 @@ async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
             await roll(one)
         await one.update_weights(3, tmp_path / "one")
         assert (await roll(one))[0] == mine[0]
-
-
-@virtual
-async def test_an_engine_killed_meanwhile_is_not_waited_for(tmp_path):
-    async with running(engines=2, engine=SLOW) as cluster, cluster.client() as client:
-        expected, _ = await roll(client)
-        work = asyncio.create_task(roll(client))
-        server = cluster.services["buffer"]
-        await eventually(lambda: server.machine.instances.chunks > 0)
-        update = asyncio.create_task(client.update_weights(1, folder(tmp_path / "one", 1.0)))
-        await eventually(lambda: server.weights.updating)
-        await cluster.kill("e1")
-        assert (await work)[0] == expected
-        assert (await update).version == 1
-        await cluster.start("e1")
-        await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
-        assert (await roll(client))[1][0] == 1
 
 
 @virtual
