@@ -39,23 +39,6 @@ async def test_what_runs_is_finished_and_what_comes_waits():
         assert await later == await first == expected
 
 
-@virtual
-async def test_a_late_engine_sleeps_with_the_others_and_a_new_buffer_leaves_them_asleep():
-    async with running(engines=1) as cluster, cluster.client() as client:
-        expected = await roll(client)
-        await client.sleep()
-        await cluster.start("e1")
-        await eventually(lambda: sleepers(cluster) == {"e0", "e1"})
-        await cluster.kill("buffer")
-        await cluster.start("buffer")
-        later = asyncio.create_task(roll(client))
-        await asyncio.sleep(60)
-        assert sleepers(cluster) == {"e0", "e1"}
-        assert not later.done()
-        await client.wake()
-        assert await later == expected
-
-
 async def cut_off_while_others_wake(cluster, client):
     """Leave e0 asleep and cut off, e1 awake."""
     await client.sleep()
@@ -145,27 +128,6 @@ async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
         async with cluster.client() as later:
             await later.wake()
             assert await roll(later) == expected
-
-
-@virtual
-async def test_weights_and_sleep_wait_for_each_other(tmp_path):
-    async with (
-        running(engines=2, engine=SLOW) as cluster,
-        cluster.client() as client,
-        cluster.client() as other,
-    ):
-        await client.sleep()
-        with pytest.raises(WeightsRefused, match="wake them first"):
-            await client.update_weights(1, folder(tmp_path / "one", 1.0))
-        await client.wake()
-        work = asyncio.create_task(roll(client))
-        await eventually(lambda: cluster.services["buffer"].machine.instances.chunks > 0)
-        update = asyncio.create_task(other.update_weights(1, folder(tmp_path / "one", 1.0)))
-        await eventually(lambda: cluster.services["buffer"].weights.updating)
-        with pytest.raises(SeerError, match="a weight update is under way"):
-            await client.sleep()
-        await work
-        await update
 
 
 @virtual
@@ -268,49 +230,6 @@ def slow_loads(driver, seconds):
         await load(*arguments)
 
     driver.load_weights = slow
-
-
-@virtual
-async def test_who_finds_no_weights_again_is_quarantined_until_an_update(tmp_path):
-    async with of_model(tmp_path) as (cluster, client):
-        one = folder(tmp_path / "one", 1.0)
-        await client.update_weights(1, one)
-        await client.sleep(level=2)
-        folder(one, 3.0)
-        await client.wake()
-        await eventually(lambda: len(cluster.services["buffer"].weights.quarantined) == 2)
-        assert "now has digest" in (await client.status()).quarantined["e0"]
-        work = asyncio.create_task(roll(client, weight_version=2))
-        await client.update_weights(2, folder(tmp_path / "two", 2.0))
-        assert (await work)[1][0] == 2
-
-
-@virtual
-async def test_an_update_that_fails_leaves_what_was_dropped_to_be_loaded_again(tmp_path):
-    async with of_model(tmp_path) as (_, client):
-        expected = await roll(client)
-        await client.sleep(level=2)
-        await client.wake(tags=["weights"])
-        with pytest.raises(WeightsRefused):
-            await client.update_weights(1, folder(tmp_path / "wrong", 1.0, shape=(5, 5)))
-        await client.wake(tags=["kv_cache"])
-        assert await roll(client) == expected
-
-
-@virtual
-async def test_an_engine_killed_and_one_that_joins_between_the_two_wakes(tmp_path):
-    async with of_model(tmp_path) as (cluster, client):
-        await client.sleep(level=2)
-        await client.wake(tags=["weights"])
-        await cluster.kill("e1")
-        await cluster.start("e2")
-        await eventually(lambda: cluster.services["e2"]._updater.sleeping is KV_ASLEEP)
-        await client.update_weights(1, folder(tmp_path / "one", 1.0))
-        cluster.services.pop("e1")
-        assert states(cluster) == {(KV_ASLEEP, 1, True)}
-        await client.wake(tags=["kv_cache"])
-        assert (await roll(client))[1][0] == 1
-        assert states(cluster) == {(AWAKE, 1, True)}
 
 
 @virtual

@@ -360,15 +360,6 @@ async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again
 
 
 @virtual
-async def test_a_name_is_free_once_its_holder_is_not_connected_any_more():
-    async with buffer() as world:
-        holder = await world.trainer(life=2)
-        holder.socket.close()
-        trainer = await world.trainer(life=1)  # of a clock that was set back
-        assert await trainer.status()
-
-
-@virtual
 async def test_a_life_that_gets_its_name_late_begins_anew():
     async with buffer() as world:
         engine, holder, late = await world.engine(), await world.trainer(life=2), await world.trainer(life=1)
@@ -447,18 +438,6 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
         await engine.end(chunk, [7])
         await asyncio.sleep(BRIEF)
         assert await trainer.hear(wire.Message) == []
-
-
-@virtual
-async def test_weights_are_not_updated_while_engines_sleep():
-    async with buffer() as world:
-        trainer, engine = await world.trainer(), await world.engine()
-        await trainer.say(wire.Sleep(asleep=True))
-        await engine.say(wire.Slept(asleep=True))
-        await trainer.say(wire.UpdateWeights(version=1, source="/new", call_id=5))
-        (answer,) = await trainer.hear(wire.WeightsFailed)
-        assert (answer.version, answer.call_id) == (1, 5)
-        assert await engine.hear(wire.PrepareWeights) == []
 
 
 @virtual
