@@ -262,15 +262,6 @@ def test_one_sleeper_among_engines_that_are_awake_is_woken():
     assert machine.apply(Tick(), 0.0, idle=False) == [orders.rest("b", False)]
 
 
-def test_a_lost_engine_is_not_waited_for():
-    machine = SleepMachine()
-    for name in ("a", "b"):
-        join(machine, name)
-    machine.apply(orders.sleep("t", True, 4), 0.0, idle=True)
-    answer(machine, "b", ASLEEP)
-    assert machine.apply(Left(["a"]), 1.0, idle=True) == [orders.rests("t", True, "", 4)]
-
-
 def test_one_that_loads_is_left_alone_until_it_has_loaded():
     machine = SleepMachine()
     join(machine, "a")
@@ -309,18 +300,6 @@ def test_weights_wake_before_the_kv_cache():
     assert not machine.held
 
 
-def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
-    machine = SleepMachine()
-    join(machine, "a", KV_ASLEEP, dropped=True)  # of an earlier life of the buffer
-    assert machine.wanted is KV_ASLEEP
-    join(machine, "b")
-    keeps_weights = orders.rest("b", True, 1)
-    assert machine.apply(Tick(), 0.0, idle=True) == [keeps_weights]
-    assert answer(machine, "b", ASLEEP) == [orders.rest("b", False, tags=("weights",))]
-    assert answer(machine, "b", KV_ASLEEP) == []
-    assert machine.weights_awake == {"a", "b"}
-
-
 def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there_already():
     machine = SleepMachine()
     join(machine)
@@ -341,14 +320,6 @@ def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
     join(machine, "b")
     join(machine, "c", ASLEEP)
     assert machine.wanted is ASLEEP
-
-
-def test_weights_that_one_engine_has_woken_wake_everywhere():
-    machine = SleepMachine()
-    join(machine, "a", ASLEEP)
-    join(machine, "b", KV_ASLEEP)
-    assert machine.wanted is KV_ASLEEP
-    assert machine.apply(Tick(), 0.0, idle=True) == [orders.rest("a", False, tags=("weights",))]
 
 
 def test_a_restarted_buffer_is_asked_for_the_same_level_again():

@@ -21,16 +21,6 @@ def machine(*engines, wanted=None):
     return made
 
 
-def test_an_engine_that_joins_asleep_is_woken_if_that_was_asked_for_last():
-    made = machine()
-    assert (
-        made.apply(orders.sleep("t", False), 0.0, idle=True) == []
-    )  # an earlier life's engines are not back yet
-    made.apply(orders.joined("a", sleeping=ALL), 1.0, idle=True)
-    assert made.apply(Tick(), 1.0, idle=True) == [orders.rest("a", False)]
-    assert made.apply(orders.slept("a", False), 2.0, idle=True) == [orders.rests("t", False)]
-
-
 def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
     made = machine()
     assert made.apply(orders.sleep("t", True, 1), 5.0, idle=True) == []
@@ -90,15 +80,6 @@ def test_what_this_life_was_asked_is_later_than_all_wishes_even_after_a_clock_we
     made.apply(orders.sleep("late", True, tags=ALL, wish=950), 0.0, idle=True)
     assert not made.wanted
     assert made._wish > 950, "the next life is to follow it"
-
-
-def test_a_trainer_repeats_its_wish_to_a_buffer_whose_clock_went_back():
-    made = SleepMachine(first_wish=5)
-    made.apply(AT_WORK, 0.0, idle=True)
-    made.apply(asleep_by(900), 0.0, idle=True)
-    assert made.wanted
-    made.apply(orders.sleep("t", False, wish=901), 0.0, idle=True)
-    assert not made.wanted
 
 
 def test_a_wish_that_no_buffer_gave_is_not_followed():

@@ -3,19 +3,9 @@
 import pytest
 
 from seer.common.errors import InvalidField
-from seer.common.sleep import SleepState, state_of
+from seer.common.sleep import SleepState
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
-
-
-def test_each_state_frees_what_the_one_before_frees_and_more():
-    assert AWAKE < KV_ASLEEP < ASLEEP
-    assert [state.tags for state in SleepState] == [[], ["kv_cache"], ["kv_cache", "weights"]]
-
-
-def test_a_state_is_said_by_its_tags_and_an_earlier_release_says_none():
-    assert [state_of(asleep=bool(state), tags=state.tags) for state in SleepState] == list(SleepState)
-    assert (state_of(asleep=False), state_of(asleep=True)) == (AWAKE, ASLEEP)
 
 
 @pytest.mark.parametrize(
