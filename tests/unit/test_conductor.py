@@ -166,18 +166,6 @@ def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected
     assert world.conductor.drained.is_set()
 
 
-def test_a_stall_of_its_own_is_not_the_silence_of_engines():
-    world = World()
-    world.conductor.join("a", REGISTER, 1)
-    world.submit()
-    for _ in range(5):
-        world.time += 300.0  # it stood still; what engines sent meanwhile is read after the tick
-        world.conductor.tick()
-        world.conductor.received_from_engine("a")
-    assert world.where("a") == (True, True, True)
-    assert world.lost == []
-
-
 def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world = World()
     other = Weights(1, "new", "/new")
@@ -188,16 +176,6 @@ def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world.tick_until(21.0, heard=["b"])
     assert world.lost == ["a"]
     assert ("a" in world.weights, "b" in world.weights) == (False, True)
-
-
-def test_an_engine_in_a_new_life_died_in_between_and_in_the_same_life_it_did_not():
-    world = World()
-    world.conductor.join("a", REGISTER, 1)
-    world.submit()
-    world.conductor.join("a", REGISTER, 1)
-    assert not world.machine.requests["r/p#0"].deaths
-    world.conductor.join("a", REGISTER, 2)
-    assert world.machine.requests["r/p#0"].deaths == {1}
 
 
 def test_a_trainer_that_gives_no_sign_loses_its_work_in_the_end():
@@ -408,15 +386,6 @@ def test_media_of_a_group_stay_until_it_is_forgotten():
     world.end("a", chunk, [7])
     world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
     assert world.media.begin("c" * 64, filling, 0.0) == [X]
-
-
-def test_media_that_are_there_already_are_not_waited_for():
-    world = World()
-    world.conductor.join("a", WITH_IMAGES, 1)
-    for name in (X, Y):
-        arrive(world, name)
-    world.submit(media=[PLACED])
-    assert len(world.take(wire.RunChunk)) == 1
 
 
 def test_media_that_do_not_come_end_their_prompt_by_name():
