@@ -98,17 +98,6 @@ async def test_what_does_not_decode_is_no_lost_message():
 
 
 @virtual
-async def test_a_refusal_that_names_a_rollout_alone_is_not_the_connections():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
-    about = Refused(code="refused", message="no", rollout_id="r")
-    await server.hub.send(identity().address(), about)
-    assert await client.recv() == about
-
-
-@virtual
 async def test_a_hello_counts_only_at_its_own_address_and_a_refused_one_ends_a_handshake():
     network = MemoryNetwork()
     server = await Server(network).start()

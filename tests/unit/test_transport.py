@@ -438,51 +438,6 @@ async def test_tcp_itself_watches_every_connection():
 # --- faults ----------------------------------------------------------------------------------
 
 
-async def faulty_run(seed, plan, count=200):
-    """Send numbers through a faulty dealer; return the order in which they arrive."""
-    network = MemoryNetwork()
-    router = await MemoryTransport(network).router("tcp://127.0.0.1:1")
-    node = FaultyTransport(MemoryTransport(network), seed, plan, LoopClock())
-    dealer = await node.dealer("tcp://127.0.0.1:1", b"one")
-    for number in range(count):
-        await dealer.send([b"%d" % number])
-        await asyncio.sleep(0.001)
-    arrived = []
-    try:
-        while True:
-            async with asyncio.timeout(10):
-                arrived.append(int((await router.recv())[1][0]))
-    except TimeoutError:
-        await node.close()
-        return arrived, node.counters
-
-
-@virtual
-async def test_faults_are_a_function_of_the_seed():
-    plan = Faults(drop=0.2, duplicate=0.1, reorder=0.3, delay_seconds=0.05)
-    first, _ = await faulty_run(1, plan)
-    again, _ = await faulty_run(1, plan)
-    other, _ = await faulty_run(2, plan)
-    assert first == again != other
-
-
-@virtual
-async def test_each_fault_does_what_it_says():
-    assert (await faulty_run(1, Faults()))[0] == list(range(200))
-    dropped, counters = await faulty_run(1, Faults(drop=0.2))
-    assert dropped == sorted(dropped)
-    assert len(dropped) == 200 - counters["dropped"]
-    assert 0 < counters["dropped"] < 200
-    doubled, counters = await faulty_run(1, Faults(duplicate=0.2))
-    assert doubled == sorted(doubled)
-    assert len(doubled) == 200 + counters["duplicated"] > 200
-    delayed, counters = await faulty_run(1, Faults(delay_seconds=0.1))
-    assert delayed == list(range(200))
-    assert counters["delayed"] > 0
-    reordered, _ = await faulty_run(1, Faults(reorder=0.5, delay_seconds=0.1))
-    assert sorted(reordered) == list(range(200)) != reordered
-
-
 @virtual
 async def test_a_partition_lets_nothing_pass_until_it_heals():
     network = MemoryNetwork()
