@@ -99,22 +99,6 @@ async def test_an_absent_dgds_holds_bounded_memory_and_drops_whole_requests():
 
 
 @virtual
-async def test_a_restarted_dgds_is_sent_everything_again():
-    async with system() as it:
-        client = it.client()
-        client.begin(GROUP, 0, 1, array())
-        client.append(GROUP, 0, 1, 0, [1, 2])
-        client.append(GROUP, 1, 1, 0, [9])
-        await eventually(lambda: it.held(1) == [9])
-        await it.kill()
-        client.append(GROUP, 0, 1, 2, [3])
-        await asyncio.sleep(1)
-        await it.start()
-        await eventually(lambda: it.held(0) == [1, 2, 3] and it.held(1) == [9])
-        assert client.counters["unfillable"] == 0
-
-
-@virtual
 async def test_a_gap_is_filled_from_the_context_of_a_chunk_begun_elsewhere():
     async with system() as it:
         client = it.client()
@@ -168,23 +152,6 @@ async def test_a_big_resend_is_split_and_fetched_in_parts():
 
 
 @virtual
-async def test_fetching_remembers_what_it_returned_until_told_to_forget():
-    async with system() as it:
-        client = it.client()
-        client.append(GROUP, 0, 1, 0, [1])
-        client.append("r/b", 5, 1, 0, [2])
-        await eventually(lambda: it.held(5, "r/b") == [2])
-        found = await client.fetch([GROUP, "r/b", "r/unknown"])
-        assert [(d.group_id, d.index, d.previous, d.tokens.tolist()) for d in found] == [
-            (GROUP, 0, 0, [1]),
-            ("r/b", 5, 0, [2]),
-        ]
-        assert await client.fetch([GROUP, "r/b"]) == []
-        client.forget(["r/b"])
-        assert [d.group_id for d in await client.fetch([GROUP, "r/b"])] == ["r/b"]
-
-
-@virtual
 async def test_readers_start_over_after_a_restart_of_the_dgds():
     async with system() as it:
         writer, reader = it.client(), it.client(name="two")
@@ -196,19 +163,6 @@ async def test_readers_start_over_after_a_restart_of_the_dgds():
         await eventually(lambda: it.held() == [1, 2])
         await asyncio.sleep(10)
         assert [(d.previous, d.tokens.tolist()) for d in await reader.fetch([GROUP])] == [(0, [1, 2])]
-
-
-@virtual
-async def test_an_unanswered_fetch_ends_at_its_deadline():
-    async with system() as it:
-        client = it.client()
-        client.append(GROUP, 0, 1, 0, [1])
-        await eventually(lambda: it.held() == [1])
-        await it.kill()
-        started = LoopClock().now()
-        assert await client.fetch([GROUP], seconds=0.25) == []
-        assert LoopClock().now() - started <= 0.26
-        assert client.counters["unanswered_fetches"] == 1
 
 
 @virtual

@@ -75,24 +75,6 @@ def test_digests_are_the_same_everywhere_and_fit_63_bits():
 # --- memory ------------------------------------------------------------------------------
 
 
-def test_the_next_group_of_a_prompt_is_drafted_from_the_last(store):
-    say(store, EARLIER, 1, 2, 3)
-    say(store, EARLIER, 4, index=3)
-    say(store, LATER, 9)
-    assert read(store) == {0: [9], MAX_GROUP_SIZE: [1, 2, 3], MAX_GROUP_SIZE + 1: [4]}
-    assert read(store, EARLIER)[0] == [1, 2, 3]  # it goes on, if it still runs
-
-
-def test_a_group_whose_time_is_over_leaves_its_streams(store):
-    say(store, EARLIER, 1, 2, 3)
-    store.expire(NOW + 61)
-    assert len(store) == 0
-    say(store, LATER, 9)
-    say(store, 3, 8, prompt=71)
-    assert read(store) == {0: [9], MAX_GROUP_SIZE: [1, 2, 3]}
-    assert read(store, 3) == {0: [8]}
-
-
 def test_what_is_remembered_comes_in_parts_once_and_again_when_it_changed(store):
     say(store, EARLIER, *range(10))
     say(store, LATER, 9)
