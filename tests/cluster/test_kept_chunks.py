@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from cluster_harness import folder, running
+from cluster_harness import running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
@@ -109,43 +109,3 @@ async def test_a_damaged_log_costs_time_alone(damage, tmp_path):
     assert spoilt.tokens == expected.tokens
     assert spoilt.logprobs == expected.logprobs
     assert (spoilt.restored > 0) == (damage in ("cut", "flip"))
-
-
-@virtual
-async def test_other_weights_restore_nothing(tmp_path):
-    """Chunks of version 1 are of no use to a system that comes back with version 0."""
-    expected = await undisturbed()
-    async with running(engines=2, engine=SLOW, buffer=settings(tmp_path)) as cluster:
-        async with cluster.client() as client:
-            await client.update_weights(1, folder(tmp_path / "w1", 1.0))
-            work = asyncio.create_task(collect(client))
-            await eventually(lambda: cluster.services["buffer"].machine.counters["tokens"] > 2500)
-            for name in ("buffer", "e0", "e1"):
-                await cluster.kill(name)
-            work.cancel()
-            await asyncio.wait([work])
-        for name in ("buffer", "e0", "e1"):
-            await cluster.start(name)
-        async with cluster.client() as client:
-            groups = await collect(client)
-        assert {group.weight_version for group in groups} == {0}
-        found = ran(groups, cluster)
-    assert found.restored == 0
-    assert found.tokens == expected.tokens
-
-
-@virtual
-async def test_another_question_under_the_same_id_restores_nothing(tmp_path):
-    async with running(engines=2, engine=SLOW, buffer=settings(tmp_path)) as cluster:
-        async with cluster.client() as client:
-            work = asyncio.create_task(collect(client))
-            await eventually(lambda: cluster.services["buffer"].machine.counters["tokens"] > 2500)
-            await cluster.kill("buffer")
-            work.cancel()
-            await asyncio.wait([work])
-        await cluster.start("buffer")
-        async with cluster.client() as client:
-            await collect(client, seed=1)
-        assert cluster.services["buffer"].machine.counters["restored"] == 0
-        async with running(engines=1, engine=SLOW) as other, other.client() as client:
-            await collect(client, seed=1)

@@ -139,33 +139,6 @@ def test_what_nobody_asks_for_goes_after_a_while(tmp_path):
     assert kept.offer("r", "p", ASKED, PROMPT) is None
 
 
-def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
-    kept = begun(tmp_path, "p")
-    keep(kept, "p", 0, chunk(1, 6))
-    kept.flush()
-
-    class Full:
-        def write(self, data):
-            raise OSError(28, "No space left on device")
-
-        def close(self):
-            pass
-
-    kept._files["r"][-1].out = Full()
-    keep(kept, "p", 0, chunk(3, 8))
-    kept.flush()
-    keep(kept, "p", 0, chunk(3, 8))
-    kept.open("r2", "p")
-    keep(kept, "p", 0, chunk(1, 6), rollout="r2")
-    kept.close()
-    assert len(list(tmp_path.iterdir())) == 2
-    later = begun(tmp_path, "p")
-    assert later.offer("r", "p", ASKED, PROMPT).responses[0].count == 6  # what was written stays good
-    later.restore("r/p")
-    later.forget("r/p")
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 class Disk:
     """Takes `room` bytes in files; each write that does not fit writes what does, and fails."""
 
@@ -245,27 +218,12 @@ def test_wherever_the_disk_fills_all_is_kept_again_once_there_is_room(
     found = all_offered(tmp_path, tmp_path_factory)
     assert is_beginning(found, kept.buffer.groups)
     for group in ("r/p", "r/s"):  # without another chunk of either
-        assert {index: len(arrays[0]) for index, arrays in found[group].items()} == {
-            index: len(arrays[0]) for index, arrays in kept.buffer.groups[group].items()
+        assert {index: (len(arrays[0]), arrays[2]) for index, arrays in found[group].items()} == {
+            index: (len(arrays[0]), arrays[2]) for index, arrays in kept.buffer.groups[group].items()
         }
     kept.forget("r/p")
     kept.forget("r/s")
     assert not list(tmp_path.iterdir())
-
-
-def test_how_responses_ended_is_kept_again_too(tmp_path, monkeypatch):
-    disk, kept = Disk(monkeypatch, 0), begun(tmp_path, "p")
-    keep(kept, "p", 0, chunk(1, 6), ("stop", "END"))
-    keep(kept, "p", 1, chunk(2, 6))
-    kept.tick(1.0)
-    disk.room = 10**6
-    kept.tick(100.0)
-    kept.close()
-    offered = begun(tmp_path).offer("r", "p", ASKED, PROMPT)
-    assert [(each.index, each.count, each.finish, each.stop_reason) for each in offered.responses] == [
-        (0, 6, "stop", "END"),
-        (1, 6, "", ""),
-    ]
 
 
 def test_one_that_cannot_be_cut_keeps_no_other_from_going_on(tmp_path, monkeypatch):
@@ -374,16 +332,6 @@ def test_a_file_that_is_gone_offers_nothing(tmp_path):
     assert kept.offer("r", "p", ASKED, PROMPT) is None
     file.unlink()
     assert kept.offer("r", "p", ASKED, PROMPT) is None
-
-
-def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    kept = begun("")
-    kept.open("r", "p")
-    keep(kept, "p", 0, chunk(1, 6))
-    kept.forget("r/p")
-    kept.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(st.data())
