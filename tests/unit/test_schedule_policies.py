@@ -25,17 +25,6 @@ def test_static_keeps_groups_together_and_ignores_room():
     assert static.place(request(), 64, Fleet()) is None
 
 
-def test_divided_needs_room_for_the_worst_case():
-    divided = POLICIES["divided"]
-    # 16 + 31 + 0 + 1 = 48 tokens = 3 blocks; 16 + 32 + 1 = 49 tokens = 4 blocks
-    fleet = Fleet([InstanceView("a", CAPACITY, reserved_blocks=7)])
-    assert divided.place(request(), 31, fleet) == "a"
-    assert divided.place(request(), 32, fleet) is None
-    fleet.pin("a", 1)
-    assert divided.place(request(), 31, fleet) is None
-    assert divided.place(request(), 31, Fleet([InstanceView("a", CAPACITY, chunks=4)])) is None
-
-
 def test_divided_stays_with_its_prefix_until_balance_matters():
     divided = POLICIES["divided"]
     roomy = Capacity(kv_blocks=1000, block_size=16, max_num_seqs=400, max_model_len=4096)
@@ -74,13 +63,6 @@ def test_seer_goes_on_until_it_has_run_its_share_of_what_may_come():
     assert goes_on(turn, came_with=turn - 1)
     for name in POLICIES.keys() - {"seer"}:
         assert not POLICIES[name].goes_on(request(generated=1), known), "others take turns"
-
-
-def test_divided_is_first_come_first_served_and_chunked():
-    divided = POLICIES["divided"]
-    assert divided.order(request(queued=1), Estimate(5.0)) < divided.order(request(queued=2), Estimate(1.0))
-    assert divided.chunk(request(), 48) == 48
-    assert divided.chunk(request(generated=40), 48) == 24
 
 
 def test_chunks_follow_the_cap_where_no_size_is_given():
@@ -142,13 +124,6 @@ def test_plausible_is_rarely_passed(spread):
         beyond = [length for length in drawn if length > generated]
         passed = sum(length > length_quantile(estimate, generated, cap) for length in beyond)
         assert passed <= 2 * TAIL_PROBABILITY * len(beyond) + 5
-
-
-def test_plausible_is_beyond_what_is_there_and_within_the_cap():
-    for spread in (0.0, 0.01, 0.3, 2.0):
-        for generated in (0, 1, 299, 300, 301, 5_000, 63_999):
-            length = length_quantile(Estimate(300.0, spread), generated, 64_000)
-            assert generated < length <= 64_000
 
 
 def test_the_oracle_goes_by_what_is_left():
