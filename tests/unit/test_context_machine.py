@@ -59,25 +59,9 @@ def test_an_estimate_never_passes_the_cap(length):
     assert (machine.changes(), machine.estimates()) == ({}, {})
 
 
-def test_repeated_and_reordered_events_change_nothing():
-    machine = machine_with(opened(), done(0, 10))
-    machine.changes()
-    for event in (opened(), done(0, 500), at(0, 500), at(1, 5), at(1, 3)):
-        machine.apply(event)
-    assert machine.changes() == {}
-    assert machine.ignored == 2
-
-
 def test_events_of_unknown_groups_and_responses_are_counted():
     machine = machine_with(done(0, 10), orders.closed("r/a"), opened(), done(4, 10), done(-1, 10))
     assert (machine.changes(), machine.ignored) == ({}, 4)
-
-
-def test_closing_forgets_and_reopening_starts_from_the_cap():
-    machine = machine_with(opened(), done(0, 10), orders.closed("r/a"))
-    assert (len(machine), machine.changes(), machine.estimates()) == (0, {}, {})
-    machine.apply(opened())
-    assert machine.changes() == {}
 
 
 def test_replace_says_every_group_once_whatever_was_said_before():
@@ -217,11 +201,6 @@ def test_acceptance_is_said_when_it_is_not_that_of_all_groups_or_moved_notably()
     assert not machine.dirty
 
 
-def test_nothing_is_said_of_acceptance_before_drafts_came():
-    machine = machine_with(opened(), at(0, 10), done(1, 20))
-    assert machine.acceptance_changes() == machine.acceptance() == {}
-
-
 def test_drafts_count_once_and_only_of_known_requests_that_came_further():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 0, "r/b"))
     machine.apply(with_drafts(0, 10, 100, 90))
@@ -321,12 +300,3 @@ def test_a_late_sibling_joins_a_group_that_was_opened_unnamed():
 def test_shared_groups_with_other_caps_share_nothing():
     machine = machine_with(opened(), done(0, 70), orders.opened("r/late", 1, 5, CAP + 1, "r/a", 4))
     assert machine.changes() == {"r/a": Estimate(70.0)}
-
-
-def test_a_snapshot_brings_shared_groups_back():
-    machine = EstimateMachine()
-    events = [orders.opened("r/a", 2, 5, CAP, "/g", 0), orders.opened("r/b", 2, 5, CAP, "/g", 2), done(1, 40)]
-    for _ in range(2):
-        machine.replace(events)
-        assert machine.changes() == {"r/a": Estimate(40.0), "r/b": Estimate(40.0)}
-    assert len(machine._sharing["/g", CAP]) == 2
