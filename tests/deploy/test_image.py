@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,10 +11,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from deploy.build_context import Ignored, NotUnderstood, copied, files, instructions, lay_out, stage
 
 REPO = Path(__file__).resolve().parents[2]
-DOCKERFILE = REPO / "compose" / "Dockerfile"
+DOCKERFILE = (REPO / "compose" / "Dockerfile").read_text()
+IGNORE = (REPO / "compose" / "Dockerfile.dockerignore").read_text()
 BUILT = REPO / "build" / "image"
 """Kept between runs: native code is compiled again only where it changed."""
 
@@ -105,15 +107,69 @@ print(json.dumps(missing))
 """
 
 
+def copied(dockerfile, ignore):
+    """Return what of the context's top the wheel's stage copies into /src, and the names left out below.
+
+    Only what the two files need is understood. Whatever else would bring in other files is an error.
+    """
+    rules = ignore.split()
+    let_in = [rule[1:] for rule in rules if rule.startswith("!")]
+    left_out = [rule[3:] for rule in rules if rule.startswith("**/")]
+    assert rules == ["*", *(f"!{name}" for name in let_in), *(f"**/{name}" for name in left_out)], rules
+    assert not re.search(r"[/?\[\\]", "".join([*let_in, *left_out])), rules
+    begins = ("\nFROM ${BASE_IMAGE} AS base\n", "\nFROM base AS builder\n", "\nFROM builder AS wheel\n")
+    stages = "\n".join(dockerfile.split(begin)[1].split("\nFROM ")[0] for begin in begins)
+    assert stages.rstrip().endswith("pip wheel --no-deps --no-build-isolation --wheel-dir /dist ."), stages
+    assert re.findall(r"\bWORKDIR .*", stages) == ["WORKDIR /src"], stages
+    names = []
+    for line in re.findall(r".*\b(?:COPY|ADD|ONBUILD|VOLUME|FROM|type=bind)\b.*", stages):
+        instruction, *sources, target = line.split()
+        assert instruction == "COPY", line
+        assert target == "./" or sources == [target], line
+        names += [source.removesuffix("/") for source in sources]
+    assert set(names) <= set(let_in), f"the build does not see {set(names) - set(let_in)}"
+    return names, left_out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("COPY sim/ sim/", "COPY sim/ other/"),
+        ("COPY sim/ sim/", "COPY bench/ bench/"),
+        ("COPY sim/ sim/", "COPY --from=base sim/ sim/"),
+        ("COPY sim/ sim/", "COPY sim/* ./"),
+        ("COPY sim/ sim/", "COPY $SIM ./"),
+        ("COPY sim/ sim/", "COPY common/ sim/ \\\n  client/ ./"),
+        ("COPY sim/ sim/", "ADD sim/ sim/"),
+        ("COPY sim/ sim/", "RUN --mount=type=bind,source=sim,target=sim true"),
+        ("COPY sim/ sim/", "WORKDIR sim"),
+        ("--wheel-dir /dist .", "--wheel-dir /dist src"),
+        ("!sim\n", "sim\n"),
+        ("!sim\n", "!sim\nsim/study.py\n"),
+        ("!sim\n", "!sim/s*\n"),
+        ("*\n", ""),
+        ("**/*.so\n", "**/*.so\n!src\n"),
+    ],
+)
+def test_another_way_to_bring_in_files_is_an_error(old, new):
+    assert set(copied(DOCKERFILE, IGNORE)[0]) > {"sim", "src", "README.md", "requirements"}
+    with pytest.raises(AssertionError):
+        copied(DOCKERFILE.replace(old, new), IGNORE.replace(old, new, 1))
+
+
 @pytest.fixture(scope="module")
 def wheel():
     """The wheel that the Dockerfile's stage of that name builds."""
-    there = copied(REPO, DOCKERFILE, "wheel")
-    last = stage(DOCKERFILE.read_text(), "wheel")[-1]
-    assert last[0] == "RUN"
-    assert last[1].endswith("pip wheel --no-deps --no-build-isolation --wheel-dir /dist ."), last
+    names, left_out = copied(DOCKERFILE, IGNORE)
     source, out = BUILT / "src", BUILT / "dist"
-    lay_out(REPO, there, "/src", source)
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for name in names:  # with their times, by which CMake knows what has changed
+        if (REPO / name).is_dir():
+            left = shutil.ignore_patterns(*left_out)
+            shutil.copytree(REPO / name, source / name, symlinks=True, ignore=left)
+        else:
+            shutil.copy2(REPO / name, source / name)
     for old in out.glob("*.whl"):
         old.unlink()
     subprocess.run(
@@ -190,138 +246,3 @@ def test_a_rollout_runs_in_a_bare_environment(bare, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "out.jsonl").read_text())["responses"]) == 2
-
-
-# --- what a build sees ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def context(tmp_path):
-    """A context with a Dockerfile that copies `a/` and `top.txt`, but neither `b/` nor caches."""
-    for name in (
-        "a/one.py",
-        "a/deep/two.py",
-        "a/__pycache__/one.pyc",
-        "a/x.so",
-        "b/three.py",
-        "top.txt",
-        "off.txt",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    return tmp_path
-
-
-def seen(context, dockerfile, ignore, name="last"):
-    file = context / "Dockerfile"
-    file.write_text(dockerfile)
-    (context / "Dockerfile.dockerignore").write_text(ignore)
-    return copied(context, file, name)
-
-
-IGNORE = "*\n!a\n!top.txt\n**/__pycache__\n**/*.so\n"
-
-
-def test_copies_go_where_docker_puts_them(context):
-    text = """
-        ARG BASE=x  # not ours
-        FROM ${BASE} AS first
-        WORKDIR /src
-        COPY a/ a/
-        FROM first AS last
-        COPY top.txt \\
-             a/one.py ./
-        COPY top.txt /etc/name
-        WORKDIR sub
-        COPY a .
-        FROM first AS other
-        COPY nothing nothing
-    """
-    assert seen(context, text, IGNORE) == {
-        "/src/a/one.py": "a/one.py",
-        "/src/a/deep/two.py": "a/deep/two.py",
-        "/src/top.txt": "top.txt",
-        "/src/one.py": "a/one.py",
-        "/etc/name": "top.txt",
-        "/src/sub/one.py": "a/one.py",
-        "/src/sub/deep/two.py": "a/deep/two.py",
-    }
-
-
-@pytest.mark.parametrize("source", ["b", "b/three.py", "off.txt", "a/x.so", "nothing"])
-def test_what_a_build_does_not_see_cannot_be_copied(context, source):
-    with pytest.raises(FileNotFoundError, match=source):
-        seen(context, f"FROM x AS last\nCOPY {source} /there\n", IGNORE)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ADD a a", "COPY --from=x /a /a", "COPY --chown=1 a a", 'COPY ["a", "b"]', "COPY a* b", "COPY $A b",
-        "COPY a top.txt there", "COPY <<EOF /a", "RUN --mount=type=bind,source=b,target=/b true", "ONBUILD COPY a a",
-        "VOLUME /src", "FROM x", "FROM --platform=y x AS z", "COPY a \\",
-    ],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused(context, line):
-    with pytest.raises(NotUnderstood):
-        seen(context, f"FROM x AS last\n{line}\n", IGNORE)
-
-
-@pytest.mark.parametrize(
-    "text", ["# syntax=other\nFROM x AS last", "# escape=`\nFROM x AS last", "FROM x AS a", "RUN x"]
-)
-def test_files_of_another_kind_are_refused(context, text):
-    with pytest.raises(NotUnderstood):
-        seen(context, text, IGNORE)
-
-
-@pytest.mark.parametrize("pattern", ["a?", "[ab]", "a\\b", "../a", "a**", "!**"])
-def test_patterns_that_are_not_understood_are_refused(pattern):
-    with pytest.raises(NotUnderstood):
-        Ignored(pattern)
-
-
-@pytest.mark.parametrize(
-    ("rules", "path", "out"),
-    [
-        ("*", "a/b", True),
-        ("*\n!a", "a/b", False),
-        ("*\n!a\na/b", "a/b/c", True),
-        ("*\n!a\na/b\n!a/b/c", "a/b/c/d", False),
-        ("/a/", "a/b", True),
-        ("a", "b/a", False),
-        ("**/a", "a", True),
-        ("**/a", "b/c/a/d", True),
-        ("**/*.so", "x.so", True),
-        ("*.so", "a/x.so", False),
-        ("a/*/c", "a/b/c", True),
-        ("a/*/c", "a/b/b/c", False),
-        ("# a\n\n  a  ", "a", True),
-        ("!a", "a", False),
-        ("./a/../b", "b", True),
-    ],
-)
-def test_the_rules_of_ignore_files(rules, path, out):
-    """https://docs.docker.com/build/concepts/context/#dockerignore-files"""
-    assert Ignored(rules)(path) is out
-
-
-def test_no_folder_is_passed_over_that_something_is_let_in_from(context):
-    for ignore in ("*\n!a/deep/two.py\n", "a\n!**/two.py\nb\n*.txt\nDocker*\n"):
-        assert list(files(context, Ignored(ignore))) == ["a/deep/two.py"]
-
-
-def test_unchanged_files_are_laid_out_once_and_others_go(context, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("out")
-    lay_out(
-        context, {"/src/a.py": "a/one.py", "/src/x/b.py": "b/three.py", "/etc/c": "top.txt"}, "/src", folder
-    )
-    first = (folder / "a.py").stat().st_mtime_ns
-    lay_out(context, {"/src/a.py": "a/one.py", "/src/y/b.py": "top.txt"}, "/src", folder)
-    assert (folder / "a.py").stat().st_mtime_ns == first
-    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["a.py", "b.py"]
-    assert (folder / "y" / "b.py").read_text() == "top.txt"
-
-
-def test_comments_between_continued_lines_are_none_of_an_instruction():
-    assert instructions("RUN a \\\n# no\n  b\n") == [("RUN", "a b")]
