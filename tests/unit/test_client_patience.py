@@ -4,11 +4,11 @@ import asyncio
 import time
 
 import pytest
-from fake_buffer import answering, connect, connected, group, progress
+from fake_buffer import ENDPOINT, answering, connect, connected, group, progress
 from msgspec import structs
 from virtual_time import virtual
 
-from seer.client import BufferLost, DeadlineExceeded, WeightsRefused, prompts
+from seer.client import BufferLost, DeadlineExceeded, RolloutFailed, WeightsRefused, prompts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
@@ -43,11 +43,15 @@ async def test_time_in_which_the_trainers_own_loop_stood_still_is_not_the_buffer
 
 
 @virtual
-async def test_a_buffer_given_up_for_its_silence_is_told_so_when_it_speaks_again():
+async def test_a_silent_buffer_is_asked_and_given_up_by_name_and_told_so_when_it_speaks_again():
     async with connected(silence_seconds=60) as (buffer, client):
-        rollout = await client.submit([[1]], n=2)
-        with pytest.raises(BufferLost):
+        rollout = await client.submit([[1], [2]], n=2)
+        with pytest.raises(BufferLost, match=ENDPOINT) as info:
             await rollout.result()
+        assert info.value.prompt_ids == ("0", "1")
+        assert isinstance(info.value, Unreachable)
+        assert isinstance(info.value, RolloutFailed)
+        assert buffer.of(wire.StatusRequest)
         await buffer.say(progress(rollout.id, rollout.submission))
         (cancel,) = await buffer.until(wire.Cancel)
         assert (cancel.rollout_id, cancel.submission) == (rollout.id, rollout.submission)
@@ -95,7 +99,7 @@ async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_an
 
 
 @virtual
-async def test_a_deadline_ends_its_own_rollout_in_time_and_no_later_one_of_its_id():
+async def test_a_deadline_cancels_the_rest_of_its_own_rollout_and_no_later_one_of_its_id():
     async with connected() as (buffer, client):
         buffer.script = answering()
         await (await client.submit([[1]], n=1, rollout_id="r", deadline_seconds=9)).result()
@@ -103,9 +107,16 @@ async def test_a_deadline_ends_its_own_rollout_in_time_and_no_later_one_of_its_i
         later = await client.submit([[1]], n=1, rollout_id="r")
         with pytest.raises(InvalidField, match="under way"):
             await client.submit([[1]], rollout_id="r")
-        soon = await client.submit([[1]], n=1, deadline_seconds=1)
+        soon = await client.submit([[1], [2]], n=1, deadline_seconds=1)
+        *_, submitted = await buffer.until(wire.Submit, 3)
+        await buffer.say(group(submitted, "0"))
         await asyncio.sleep(1.1)
-        assert isinstance(soon.failure, DeadlineExceeded)
+        with pytest.raises(DeadlineExceeded) as info:
+            await soon.result()
+        assert info.value.prompt_ids == ("1",)
+        assert [each.prompt_id for each in soon.groups] == ["0"]
+        (cancel,) = buffer.of(wire.Cancel)
+        assert cancel.rollout_id == soon.id
         await asyncio.sleep(9)
         assert later.unfinished == ["0"]
 
@@ -176,14 +187,19 @@ async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
 
 
 @virtual
-async def test_what_ends_the_connection_ends_an_update_and_sleep():
+async def test_what_ends_the_connection_ends_rollouts_updates_and_sleep_with_its_reason():
     async with connected() as (buffer, client):
+        rollout = await client.submit([[1]], n=1)
         asking = [asyncio.create_task(client.update_weights(3, "/new")), asyncio.create_task(client.sleep())]
         await asyncio.sleep(1)
         await buffer.say(wire.Refused(code="protocol", message="speaks protocol 9.0"))
         for task in asking:
             with pytest.raises(Unreachable, match="speaks protocol"):
                 await task
+        with pytest.raises(BufferLost, match="speaks protocol"):
+            await rollout.result()
+        with pytest.raises(Unreachable):
+            await client.submit([[1]])
 
 
 @virtual

@@ -126,6 +126,6 @@ def test_dynamic_sampling_comes_through(endpoint: str) -> None:
 
 def test_nobody_there(tmp_path: Path) -> None:
     client = SyncRolloutClient(f"ipc://{tmp_path}/none", connect_seconds=0.1)
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unreachable, match=f"ipc://{tmp_path}/none"):
         client.__enter__()
     assert "seer-client" not in {thread.name for thread in threading.enumerate()}
