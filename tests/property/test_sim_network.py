@@ -1,11 +1,11 @@
 """What `sim/network.py` promises, for any transfers."""
 
-import heapq
-from itertools import count
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_clock import Clock
 
 from seer.sim.network import Network
 
@@ -19,39 +19,17 @@ transfers = st.lists(
 )
 
 
-class Clock:
-    """Runs a network's events, and those of whoever orders transfers."""
-
-    def __init__(self):
-        self.now, self.order, self.events, self.wakes = 0.0, count(), [], {}
-        self.network = Network(NODES, self.wake)
-
-    def at(self, time, action):
-        heapq.heappush(self.events, (time, next(self.order), action))
-
-    def wake(self, network, link):
-        time = self.wakes[link] = link.next_event()
-        if time < float("inf"):
-            self.at(time, lambda: self.wakes[link] == time and network.settle(link, time))
-
-    def run(self):
-        while self.events:
-            time, _, action = heapq.heappop(self.events)
-            assert time >= self.now
-            self.now = time
-            action()
-
-
 def run(ordered):
     """Return when each transfer (kind, node, seconds of a link, when it was ordered) was done."""
     clock, done = Clock(), [[] for _ in ordered]
+    network = Network(NODES, clock.wake)
 
     def start(place, kind, node, seconds):
-        getattr(clock.network, kind)(node, seconds, clock.now, done[place].append)
+        getattr(network, kind)(node, seconds, clock.now, done[place].append)
 
     for place, (kind, node, seconds, at) in enumerate(ordered):
         clock.at(at, lambda given=(place, kind, node, seconds): start(*given))
-    clock.run()
+    clock.until(math.inf)
     return done
 
 

@@ -60,15 +60,6 @@ def test_other_modes_become_rgb_as_pil_does_it(mode: str) -> None:
     assert np.array_equal(read(saved(picture)), picture.convert("RGB"))
 
 
-def test_a_picture_stands_as_its_exif_orientation_says() -> None:
-    picture = noise()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise
-    found = read(saved(picture, exif=exif))
-    assert np.array_equal(found, picture.transpose(Image.Transpose.ROTATE_270))
-    assert found.size == (6, 4)
-
-
 def moving(kind: str) -> bytes:
     return saved(noise(), kind, save_all=True, append_images=[noise(seed=1)])
 

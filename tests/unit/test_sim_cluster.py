@@ -86,14 +86,6 @@ def test_what_takes_longer_to_fetch_is_computed():
     assert slow.counts["prefilled_tokens"] > fast.counts["prefilled_tokens"]
 
 
-def test_instances_of_one_node_share_its_links():
-    model = replace(MODEL, pull=1e-3, prefill=5e-3)
-    apart, together = (
-        cluster_of("migrate", load=replace(LOAD, model=model, node_instances=each)).run() for each in (1, 3)
-    )
-    assert together.total > apart.total
-
-
 def test_curves_and_spans_tell_the_same_run():
     plain, traced = cluster_of("seer").run(), cluster_of("seer", every=1.0).run()
     assert traced.total == pytest.approx(plain.total)

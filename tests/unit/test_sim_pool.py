@@ -1,9 +1,7 @@
 """What `sim/pool.py` promises, on two nodes of two instances."""
 
-import heapq
-from itertools import count
-
 from msgspec.structs import replace
+from sim_clock import Clock
 
 from seer.common.policy.fetch_choice import FORGET_SECONDS, NEVER, UNMEASURED_TOKENS
 from seer.sim.pool import CHOICE_SECONDS, Pool
@@ -18,22 +16,10 @@ LOAD = Workload(
 )
 
 
-class Clock:
+class PoolClock(Clock):
     def __init__(self, pull=MODEL.pull):
-        self.now, self.order, self.events, self.wakes = 0.0, count(), [], {}
+        super().__init__()
         self.pool = Pool(replace(LOAD, model=replace(MODEL, pull=pull)), self.wake)
-
-    def wake(self, network, link):
-        time = self.wakes[link] = link.next_event()
-        if time < float("inf"):
-            event = (time, next(self.order), lambda: self.wakes[link] == time and network.settle(link, time))
-            heapq.heappush(self.events, event)
-
-    def until(self, time):
-        while self.events and self.events[0][0] <= time:
-            self.now, _, action = heapq.heappop(self.events)
-            action()
-        self.now = time
 
     def measure(self, instance=0):
         """Have an instance fetch and compute often enough for a choice."""
@@ -44,7 +30,7 @@ class Clock:
 
 
 def test_what_is_on_its_way_is_not_found():
-    clock = Clock()
+    clock = PoolClock()
     clock.pool.save(0, "a", 1000, 0.0)
     clock.until(0.009)
     assert clock.pool.found(1, "a", 0.0, clock.now) == 0
@@ -55,7 +41,7 @@ def test_what_is_on_its_way_is_not_found():
 
 
 def test_only_what_is_new_is_saved():
-    clock = Clock()
+    clock = PoolClock()
     clock.pool.save(0, "a", 1000, 0.0)
     clock.until(1.0)
     clock.pool.save(1, "a", 1500, 1.0)
@@ -68,7 +54,7 @@ def test_only_what_is_new_is_saved():
 
 
 def test_until_it_is_measured_short_ones_are_computed():
-    clock = Clock()
+    clock = PoolClock()
     clock.pool.save(0, "a", UNMEASURED_TOKENS, 0.0)
     assert not clock.events
     clock.pool.save(0, "a", UNMEASURED_TOKENS + 1, 0.0)
@@ -78,7 +64,7 @@ def test_until_it_is_measured_short_ones_are_computed():
 
 
 def test_each_engine_chooses_by_what_it_measured_and_tries_again():
-    clock = Clock(pull=1e-3)  # ten times as long as computing
+    clock = PoolClock(pull=1e-3)  # ten times as long as computing
     clock.measure()
     assert clock.pool.least(0, clock.now) == NEVER
     assert clock.pool.least(1, clock.now) == UNMEASURED_TOKENS
@@ -86,16 +72,18 @@ def test_each_engine_chooses_by_what_it_measured_and_tries_again():
     assert not clock.events, "nobody would fetch it here"
     again = clock.now + FORGET_SECONDS + CHOICE_SECONDS
     assert clock.pool.least(0, again) == UNMEASURED_TOKENS
-    fast = Clock()
+    fast = PoolClock()
     fast.measure()
     assert fast.pool.least(0, fast.now) <= 1
 
 
 def test_instances_of_a_node_share_its_link():
-    clock, done = Clock(), []
+    clock, done = PoolClock(), {}
     for instance in (0, 1, 2):
-        clock.pool.fetch(instance, 1000, 0.0, lambda at: done.append(round(at, 6)))
+        clock.pool.fetch(
+            instance, 1000, 0.0, lambda at, instance=instance: done.update({instance: round(at, 6)})
+        )
     clock.until(1.0)
-    assert done == [0.015, 0.02, 0.02], (
+    assert done == {0: 0.02, 1: 0.02, 2: 0.015}, (
         "the third has its link for itself, and a third of the others' outgoing ones"
     )

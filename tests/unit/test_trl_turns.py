@@ -46,21 +46,13 @@ def test_no_two_requests_of_a_step_have_the_same_noise(processes, size, turns):
     asked = [(name, index) for name, index, _ in places(first_turns("train-0", prompts, size, 9))]
     for turn in range(1, turns + 1):
         for position in range(len(prompts)):
-            one = later_turn(3, "train-0", position, size, turn, sample, 9)
+            one = later_turn(3, "train-0", position, size, turn, sample, 9, SHOWN[1])
             asked.append((one.group, one.first))
+            assert one.media == SHOWN[1]
             assert one.n == 1
             assert one.group.startswith("/")
             assert not one.whole
     assert len(set(asked)) == len(asked)
-
-
-def test_later_turns_of_siblings_are_one_group():
-    wanted = [later_turn(3, "eval-1", p, 4, 2, Sample([p], p, 1), 9, SHOWN[1]) for p in range(8)]
-    assert {each.media for each in wanted} == {SHOWN[1]}
-    assert [(each.group, each.first) for each in wanted] == [
-        *(("/trl-3-eval-1-0-2", i) for i in range(4)),
-        *(("/trl-3-eval-1-1-2", i) for i in range(4)),
-    ]
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=5), st.integers(1, 12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,35 +56,17 @@ def test_equal_requests_become_one_group_whenever_they_come(order, in_time, ends
     assert places(found) == {session: (name, session) for session in asked}
 
 
-def test_siblings_that_have_ended_are_not_waited_for():
-    machine = GroupMachine(KEY, 3)
-    assert machine.asked(2, REQUEST, 0.0) == []
-    assert machine.deadline == WAIT_SECONDS
-    assert machine.ended(0) == []
-    found = machine.ended(1)
-    assert [each.n for each in submissions(found)] == [3]
-    assert list(places(found)) == [2]
-    assert machine.deadline is None
-    assert machine.ended(2) == []
-
-
-def test_sessions_that_differ_are_groups_of_one():
+@pytest.mark.parametrize("other", [OTHER, Request(REQUEST.tokens, SamplingParams(temperature=0.5))])
+def test_sessions_that_differ_are_groups_of_one(other):
     machine = GroupMachine(KEY, 3)
     machine.asked(0, REQUEST, 0.0)
     machine.asked(1, REQUEST, 0.0)
-    found = machine.asked(2, OTHER, 0.0)
+    found = machine.asked(2, other, 0.0)
     assert [(each.n, each.kind, each.request) for each in submissions(found)] == [
-        (1, APART, REQUEST), (1, APART, REQUEST), (1, APART, OTHER),
+        (1, APART, REQUEST), (1, APART, REQUEST), (1, APART, other),
     ]  # fmt: skip
     assert {index for _, index in places(found).values()} == {0}
     assert len({name for name, _ in places(found).values()}) == 3
-
-
-def test_sessions_that_differ_in_sampling_are_groups_of_one():
-    machine = GroupMachine(KEY, 2)
-    machine.asked(0, REQUEST, 0.0)
-    found = machine.asked(1, Request(REQUEST.tokens, SamplingParams(temperature=0.5)), 0.0)
-    assert [each.n for each in submissions(found)] == [1, 1]
 
 
 def test_a_late_session_that_differs_is_a_group_of_one():
