@@ -142,22 +142,16 @@ def test_every_setting_of_compose_is_described_with_its_default():
             assert described[name] == default, name
 
 
-def test_the_buffer_s_log_is_in_the_folder_that_its_unit_and_container_may_write():
-    unit = (COMPOSE / "systemd" / "seer-buffer.service").read_text()
+@pytest.mark.parametrize(
+    ("service", "key", "folder"), [("buffer", "log", "log"), ("dgds", "remember_path", "remembered")]
+)
+def test_what_lasts_is_in_the_folder_that_its_unit_and_container_may_write(service, key, folder):
+    unit = (COMPOSE / "systemd" / f"seer-{service}.service").read_text()
     environ = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE))
-    assert load(None, environ, []).buffer.log == "/var/lib/seer/log"
+    assert getattr(getattr(load(None, environ, []), service), key) == f"/var/lib/seer/{folder}"
     assert "\nStateDirectory=seer\n" in unit
-    buffer = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["buffer"]
-    environ = {key: value for key, value in buffer["environment"].items() if key.startswith("SEER_BUFFER")}
-    assert load(None, environ, []).buffer.log == "/var/cache/seer/log"
-    assert "buffer-cache:/var/cache/seer" in buffer["volumes"]
-
-
-def test_the_dgds_remembers_in_the_folder_that_its_unit_and_container_may_write():
-    unit = (COMPOSE / "systemd" / "seer-dgds.service").read_text()
-    environ = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE))
-    assert load(None, environ, []).dgds.remember_path == "/var/lib/seer/remembered"
-    assert "\nStateDirectory=seer\n" in unit
-    dgds = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["dgds"]
-    assert dgds["environment"]["SEER_DGDS__REMEMBER_PATH"].startswith("/var/cache/seer/")
-    assert "dgds-cache:/var/cache/seer" in dgds["volumes"]
+    container = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"][service]
+    own = f"SEER_{service.upper()}"
+    environ = {name: value for name, value in container["environment"].items() if name.startswith(own)}
+    assert getattr(getattr(load(None, environ, []), service), key) == f"/var/cache/seer/{folder}"
+    assert f"{service}-cache:/var/cache/seer" in container["volumes"]

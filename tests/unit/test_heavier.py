@@ -14,14 +14,20 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "countdown"))
 
 import torch
 from heavier import MODEL, WEIGHTS, heavier
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
-@pytest.mark.parametrize(("weight", "kv", "layers"), [(1, 1, 1), (5, 1, 1), (5, 2, 1), (1, 3, 1), (5, 1, 3)])
+@pytest.mark.parametrize(
+    ("weight", "kv", "layers", "fill"),
+    [(1, 1, 1, "zeros"), (5, 1, 1, "zeros"), (1, 3, 1, "zeros"), (5, 1, 3, "zeros"), (5, 2, 3, "random")],
+)
 def test_the_same_function_with_more_bytes_kv_and_layers(
-    tmp_path: Path, weight: float, kv: int, layers: int
+    tmp_path: Path, weight: float, kv: int, layers: int, fill: str
 ) -> None:
-    made = heavier(tmp_path / "model", weight=weight, kv=kv, layers=layers)
+    made = heavier(tmp_path / "model", weight=weight, kv=kv, layers=layers, fill=fill)
+    if fill == "random":
+        assert (load_file(made / WEIGHTS)["model.layers.7.mlp.up_proj.weight"] != 0).all()
     ids = torch.randint(0, 66, (2, 60), generator=torch.Generator().manual_seed(weight * 10 + kv))
     with torch.no_grad():
         logits, expected = (
