@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from letters import Letters
 
 from seer.client.results import Group, Response
 from seer.common.errors import InvalidField
@@ -21,14 +21,6 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
-
-
-class Letters:
-    def encode(self, text: str) -> Sequence[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
 
 
 def write(folder: Path, *lines: str) -> Path:

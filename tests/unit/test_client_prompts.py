@@ -8,21 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from letters import Letters
 
 from seer.client import InvalidField, Prompt, SamplingParams
 from seer.client.prompts import check_request, check_rollout_id, prepare
 from seer.client.text import load_tokenizer, response_text
 from seer.common.detokenizer import Detokenizer
-
-
-class Letters:
-    """One token per character."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from letters import Letters
 from msgspec.structs import fields
 
 from seer.client.results import Group, Response
@@ -238,16 +239,6 @@ async def test_counters_are_the_last_ones_though_a_killed_engine_took_its_own_al
     (instance,) = await _final_status(Client(), 100)
     assert instance.stats.pool_tokens == last
     assert not reports
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - 97 for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + token) for token in ids)
 
 
 def answered(*texts: str) -> list[Group]:
