@@ -3,6 +3,14 @@
 from pathlib import Path
 
 
+def alive(pid: int) -> bool:
+    """Say whether a process runs; a zombie that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def living(folder: Path) -> list[str]:
     """Command lines of processes that know the folder."""
     found = []

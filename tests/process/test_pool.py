@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from living import alive
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
 from seer.common.pool_metrics import ask_master, read_figures
@@ -147,13 +148,6 @@ def until(true, seconds=SECONDS):
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_what_is_put_is_there_and_nothing_stays_behind(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from living import alive
 
 from seer.cli.main import main
 from seer.common.config import load
@@ -106,14 +107,6 @@ def test_a_check_that_hangs_is_killed_with_all_it_started(made_up, name):
             assert not alive(line.figures["pid"])
 
 
-def alive(pid):
-    """Whether it runs; a zombie that nobody waits for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [("garbage", "no line of a check"), ("endless", "no line of a check"), ("leaves", "exit code 0")],
@@ -174,21 +167,18 @@ def test_what_needs_a_failed_check_fails_by_name_and_is_not_begun(made_up):
         assert f"mend {first}" in lines[-1].fix
 
 
-def test_an_optional_check_is_left_out_when_time_is_up(made_up):
-    lines = list(run_checks([made_up("hangs"), replace(made_up("good"), optional=True)], 2.0))
-    assert statuses(lines)[-1] == ("good", "skip")
-    assert "--only good" in lines[-1].fix
+@pytest.mark.parametrize(
+    ("optional", "status", "fix"), [(True, "skip", "--only good"), (False, "fail", "--seconds")]
+)
+def test_a_check_that_no_time_is_left_for_is_said_with_a_fix(made_up, optional, status, fix):
+    lines = list(run_checks([made_up("hangs"), replace(made_up("good"), optional=optional)], 2.0))
+    assert statuses(lines)[-1] == ("good", status)
+    assert fix in lines[-1].fix
 
 
 def test_what_checks_print_is_kept(made_up, tmp_path):
     list(run_checks([made_up("raises")], 120, logs=tmp_path))
     assert "ValueError: out of order" in (tmp_path / "raises.log").read_text()
-
-
-def test_checks_that_no_time_is_left_for_fail_by_name(made_up):
-    lines = list(run_checks([made_up("hangs"), made_up("good")], 2.0))
-    assert statuses(lines)[-1] == ("good", "fail")
-    assert "--seconds" in lines[-1].fix
 
 
 def test_a_missing_package_is_named(tmp_path):

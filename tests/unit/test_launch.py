@@ -6,15 +6,13 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from living import alive
 from msgspec.structs import replace
+from virtual_time import eventually
 
 from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, load
 from seer.common.endpoints import shards
@@ -72,13 +70,6 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def names_in(folder: str) -> set[str]:
     return {file.name for file in Path(folder).iterdir()}
 
@@ -88,10 +79,13 @@ def environ_of(pid: int) -> bytes:
 
 
 async def gone(pids: list[int]) -> bool:
-    async with asyncio.timeout(20):
-        while any(alive(pid) for pid in pids):
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not any(map(alive, pids)))
     return True
+
+
+async def given_up(said: list[str]) -> str:
+    await eventually(lambda: said and "given up" in said[-1])
+    return said[-1]
 
 
 async def test_several_dgds_each_serve_their_own_endpoint() -> None:
@@ -153,9 +147,7 @@ async def test_another_buffer_leaves_everything_else_as_it_is() -> None:
             system.config.buffer == load(folder / "buffer.toml").buffer == BufferConfig(chunk_size=7, **kept)
         )
         os.kill(system.pids["buffer"], signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while not system.restarts["buffer"]:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: system.restarts["buffer"])
         assert load(folder / "buffer.toml").buffer.chunk_size == 7
 
 
@@ -172,9 +164,7 @@ async def test_a_log_keeps_what_earlier_lives_wrote(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CHILD_dgds", "die")
     async with LocalSystem(REPLAY, 1) as system:
         log = Path(system.endpoint.removeprefix("ipc://")).parent / "dgds.log"
-        async with asyncio.timeout(20):
-            while system.restarts["dgds"] < 3:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: system.restarts["dgds"] >= 3)
         assert log.read_text().count("hello from dgds\nout of luck\n") >= 3
 
 
@@ -237,13 +227,7 @@ async def test_a_lost_child_is_started_again() -> None:
         before = system.pids
         for name in before:
             os.kill(before[name], signal.SIGKILL)
-
-        async def back() -> None:
-            while sum(line.endswith("is back") for line in said) < len(before):
-                await asyncio.sleep(0.01)
-
-        async with asyncio.timeout(20):
-            await system.run(back())
+        await system.run(eventually(lambda: sum(line.endswith("is back") for line in said) == len(before)))
         after = system.pids
         assert set(system.restarts.values()) == {1}
         assert not set(after.values()) & set(before.values())
@@ -267,13 +251,7 @@ async def test_one_that_always_dies_is_given_up_and_the_rest_goes_on(
     monkeypatch.setenv("CHILD_" + name.replace("-", "_"), "once" if name == "engine-0" else "die")
     said: list[str] = []
     async with LocalSystem(REPLAY, 2, say=said.append) as system:
-
-        async def told() -> str:
-            while not said or "given up" not in said[-1]:
-                await asyncio.sleep(0.01)
-            return said[-1]
-
-        line = await system.run(told())
+        line = await system.run(given_up(said))
         assert system.restarts[name] == restarts.LIMIT + (name == "engine-0")
     assert line.startswith(f"{name} was killed by SIGKILL")
     assert "out of luck" in line
@@ -287,13 +265,7 @@ async def test_an_engine_that_its_work_ends_each_time_is_not_given_up(
     monkeypatch.setenv("CHILD_engine_0", "die")
     said: list[str] = []
     async with LocalSystem(REPLAY, 1, say=said.append) as system:
-
-        async def often() -> None:
-            while system.restarts["engine-0"] < 2 * restarts.LIMIT:
-                await asyncio.sleep(0.01)
-
-        async with asyncio.timeout(60):
-            await system.run(often())
+        await system.run(eventually(lambda: system.restarts["engine-0"] >= 2 * restarts.LIMIT))
     assert "given up" not in "".join(said)
 
 
@@ -331,8 +303,7 @@ async def test_a_pool_is_started_with_the_rest() -> None:
     said: list[str] = []
     async with LocalSystem(POOLED, 1, say=said.append) as system:
         assert said[0].startswith("KV pool: mooncake (Mooncake is installed), at most ")
-        while len(system.pids) < 6:  # it is not waited for
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(system.pids) == 6)  # it is not waited for
         folder = Path(system.endpoint.removeprefix("ipc://")).parent
         pools = [load(folder / f"{name}.toml").pool for name in ("engine-0", "pool-owner", "pool-master")]
         pids = list(system.pids.values())
@@ -364,13 +335,7 @@ async def test_a_pool_that_nobody_asked_for_may_fail(
     monkeypatch.setenv("CHILD_" + name.replace("-", "_"), how)
     said: list[str] = []
     async with LocalSystem(POOLED, 1, say=said.append) as system:
-
-        async def told() -> str:
-            while "given up" not in said[-1]:
-                await asyncio.sleep(0.01)
-            return said[-1]
-
-        line = await system.run(told())
+        line = await system.run(given_up(said))
         assert system.restarts[name] == restarts.LIMIT
     assert line.startswith(f"{name} ")
     assert line.endswith("rollouts go on without it")
@@ -398,32 +363,6 @@ async def test_stubborn_children_and_their_children_are_killed(
         assert all(map(alive, pids))
     assert await gone(pids)
     assert said[0] == "engine-0 did not end 0.4 s after SIGTERM: killed"
-
-
-def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        import os, sys, time
-        from seer.local.child import die_with
-        parent = os.getpid()
-        if os.fork() == 0:
-            die_with(parent)
-            print(os.getpid(), flush=True)
-            time.sleep(600)
-        time.sleep(600)
-    """)
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    orphan = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    assert _soon(lambda: not alive(orphan))
-
-
-def _soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_long_temporary_folders_do_not_make_long_socket_paths(
