@@ -56,16 +56,3 @@ def test_one_that_is_told_to_stop_draws_what_it_did(tmp_path: Path, temporary: P
     assert any(text.endswith("running when the log ended") or " of 24" in text for text in texts)
     assert not (tmp_path / "out.jsonl").exists()
     assert list(temporary.iterdir()) == []
-
-
-def test_with_a_running_system_it_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "--connect", "ipc:///nowhere"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--report-html = " in done.stderr
-    assert "`seer report` draws it" in done.stderr

@@ -111,16 +111,6 @@ def test_what_finished_beside_a_refused_prompt_is_kept_and_resumed(folder: Path)
     assert (folder / "out.jsonl").read_bytes() == resumed
 
 
-def test_an_engine_that_cannot_start(folder: Path) -> None:
-    options = ("--kv-blocks", "2")
-    done = subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "engine.kv_blocks" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (folder / "out.jsonl").exists()
-    assert orphans(folder) == []
-
-
 # --- losses ----------------------------------------------------------------------------------
 
 
