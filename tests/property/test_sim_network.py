@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_clock import Clock
+from sim_parts import Clock
 
 from seer.sim.network import Network
 

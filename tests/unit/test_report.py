@@ -9,10 +9,10 @@ import numpy as np
 import orders
 import pytest
 from click.testing import CliRunner
+from report_rows import CAPACITY, HEADER, told
 
 from seer.cli.main import main
 from seer.common.errors import InvalidField
-from seer.common.types import Capacity
 from seer.report import view as view_module
 from seer.report.log_reader import LogReader, read_timeline
 from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Timeline
@@ -24,10 +24,6 @@ from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
-from seer.services.buffer.requests.state import Limits
-
-CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=256)
-HEADER = rows.Header(incarnation=7, policy="seer", limits=Limits(32), update_seconds=1, started=1e9, clock=50)
 
 
 def submitted(
@@ -39,16 +35,6 @@ def submitted(
 
 def dispatch(engine: str, request: str, attempt: int, most: int = 32) -> instructions.Dispatch:
     return instructions.Dispatch(engine, request, attempt, most)
-
-
-def told(*lines: tuple[float, object, list[object]], reader: LogReader | None = None) -> Timeline:
-    """Read rows, times being seconds since the log's beginning."""
-    reader = reader or LogReader()
-    reader.begin(HEADER)
-    for time, event, out in lines:
-        reader.add(rows.Line(HEADER.clock + time, event, out))
-    reader.finish()
-    return reader.timeline
 
 
 def beginning(*prompts: str) -> list[tuple[float, object, list[object]]]:

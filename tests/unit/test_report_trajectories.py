@@ -2,19 +2,14 @@
 
 import orders
 import pytest
+from report_rows import CAPACITY, told
 
-from seer.common.types import Capacity, TurnSpec
-from seer.report.log_reader import LogReader
+from seer.common.types import TurnSpec
 from seer.report.records import Timeline
 from seer.report.timeline_page import page
 from seer.report.trajectories import away
 from seer.report.view import RolloutView, choose_rollout
-from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
-from seer.services.buffer.requests.state import Limits
-
-CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=256)
-HEADER = rows.Header(incarnation=7, policy="seer", limits=Limits(32), update_seconds=1, started=1e9, clock=0)
 
 
 def turn(number: int, context: int, generated: int, index: int = 0, group: str = "p") -> events.GroupSpec:
@@ -28,15 +23,6 @@ def submitted(*specs: events.GroupSpec, submission: int) -> events.GroupsSubmitt
 
 def dispatch(engine: str, request: str, attempt: int) -> instructions.Dispatch:
     return instructions.Dispatch(engine, request, attempt, 20)
-
-
-def told(*lines: tuple[float, object, list[object]]) -> Timeline:
-    reader = LogReader()
-    reader.begin(HEADER)
-    for time, event, out in lines:
-        reader.add(rows.Line(time, event, out))
-    reader.finish()
-    return reader.timeline
 
 
 JOINED = [(0.0, orders.joined("e0", CAPACITY, 1), []), (0.0, orders.joined("e1", CAPACITY, 2), [])]

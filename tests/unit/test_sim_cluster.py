@@ -5,19 +5,13 @@ from itertools import pairwise
 import pytest
 from invariants import check
 from msgspec.structs import replace
+from sim_parts import LOAD, MODEL
 
 from seer.common.policy.schedule import POLICIES, Policy, oracle
 from seer.sim.bound import of_rollout
 from seer.sim.cluster import DISPATCH_SECONDS, Cluster, Outcome
-from seer.sim.workload import Model, Workload
+from seer.sim.workload import Workload
 
-MODEL = Model(
-    step=0.02, request=1e-4, kv=1e-8, attend=1e-9, row=1e-5, weights=2e-3, prefill=1e-5, pull=1e-6,
-    kv_tokens=2000, max_num_seqs=64,
-)  # fmt: skip
-LOAD = Workload(
-    name="small", instances=3, groups=12, group_size=6, cap=1500, mean=300, prompt=64, model=MODEL
-)
 LENGTHS = LOAD.draw(7)
 NAMES = [*POLICIES, "oracle"]
 

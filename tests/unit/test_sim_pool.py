@@ -1,7 +1,7 @@
 """What `sim/pool.py` promises, on two nodes of two instances."""
 
 from msgspec.structs import replace
-from sim_clock import Clock
+from sim_parts import Clock
 
 from seer.common.policy.fetch_choice import FORGET_SECONDS, NEVER, UNMEASURED_TOKENS
 from seer.sim.pool import CHOICE_SECONDS, Pool

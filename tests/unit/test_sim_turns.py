@@ -5,6 +5,7 @@ import statistics
 import pytest
 from invariants import check
 from msgspec.structs import replace
+from sim_parts import LOAD, MODEL
 
 from seer.common.errors import InvalidField
 from seer.common.policy.schedule import POLICIES
@@ -17,15 +18,8 @@ from seer.sim.instance import Instance
 from seer.sim.study import Task, Variant, perform
 from seer.sim.turn_cluster import TurnCluster
 from seer.sim.turns import Turn
-from seer.sim.workload import Model, Workload
+from seer.sim.workload import Workload
 
-MODEL = Model(
-    step=0.02, request=1e-4, kv=1e-8, attend=1e-9, row=1e-5, weights=2e-3, prefill=1e-5, pull=1e-6,
-    kv_tokens=2000, max_num_seqs=64,
-)  # fmt: skip
-LOAD = Workload(
-    name="small", instances=3, groups=12, group_size=6, cap=1500, mean=300, prompt=64, model=MODEL
-)
 TURNS = replace(LOAD, turns=5.0, tool_tokens=20.0, tool_seconds=2.0)
 DRAWN = turns.draw(TURNS, 7)
 FLAT = [each for group in DRAWN for each in group]
