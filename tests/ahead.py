@@ -49,7 +49,7 @@ def check_on_two_ranks(folder: Path, script: str, *arguments: object) -> None:
     file.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        [sys.executable, file, *map(str, arguments)], env=environment, text=True, timeout=500, check=False,
+        [sys.executable, file, *map(str, arguments)], env=environment, text=True, timeout=800, check=False,
         capture_output=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]

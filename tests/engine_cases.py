@@ -1,18 +1,27 @@
 """Chunks and the ways to run them: what tests of the real engine share."""
 
+import contextlib
 import itertools
 import math
+import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from ahead import scheduling_ahead
 
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd
 from seer.services.engine.vllm.backend import VllmBackend
+
+MODEL = Path(__file__).parents[1] / "examples" / "countdown" / "model"
+"""The shipped model."""
 
 LENGTH = 24
 KEY = 0xFEED_FACE_CAFE_F00D
@@ -20,6 +29,34 @@ PROMPT = [1, *(3 + (7 * i) % 190 for i in range(20))]
 EOS = 2
 BASE = SamplingParams(max_tokens=LENGTH)
 """EOS counts, and 21 + 24 tokens cross a block of 32."""
+
+
+@contextlib.contextmanager
+def engine_of(model: Path, drafts: DraftsConfig | None = None, **settings: Any) -> Iterator[VllmBackend]:
+    """Have an engine of 32 requests, of 256 tokens each, on one core.
+
+    Threads that wait for each other are slow beside other work, and prove nothing more.
+    """
+    cores = os.sched_getaffinity(0)
+    usual = {"max_num_seqs": 32, "max_model_len": 256, "cpu_cores": str(min(cores))}
+    config = EngineConfig(**usual | settings)
+    with scheduling_ahead() if config.async_scheduling else contextlib.nullcontext():
+        backend = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
+        backend.start()
+        yield backend
+        backend.close()
+    os.sched_setaffinity(0, cores)
+
+
+def clear(backend: VllmBackend) -> None:
+    """Drop all chunks, end the steps under way, and draft from empty trees again."""
+    if backend._drafting is not None:
+        backend.probe.script_drafts(None)
+        backend.forget(["g"])
+    for request_id, attempt in list(backend._engine_ids):
+        backend.drop(request_id, attempt)
+    while backend.has_work():
+        backend.step()
 
 
 class Response(msgspec.Struct):
@@ -109,7 +146,9 @@ def one_go(backend: VllmBackend, sampling: SamplingParams, **kwargs) -> Response
     return run(backend, [chunk("one", sampling, **kwargs)])["one"]
 
 
-def in_chunks(backend: VllmBackend, plans: list[list[int]], sampling: SamplingParams) -> list[Response]:
+def in_chunks(
+    backend: VllmBackend, plans: list[list[int]], sampling: SamplingParams, prompt: list[int] = PROMPT
+) -> list[Response]:
     """Run the same response once per plan, all side by side; a plan lists its chunks' sizes."""
     done = [Response() for _ in plans]
     for turn in itertools.count():
@@ -118,7 +157,7 @@ def in_chunks(backend: VllmBackend, plans: list[list[int]], sampling: SamplingPa
             return done
         pieces = run(backend, [
             chunk(
-                str(i), sampling, tokens=PROMPT + done[i].tokens, prompt_len=len(PROMPT),
+                str(i), sampling, tokens=prompt + done[i].tokens, prompt_len=len(prompt),
                 max_new_tokens=plans[i][min(turn, len(plans[i]) - 1)],
             ) for i in open_plans
         ])  # fmt: skip

@@ -1,12 +1,19 @@
-"""A tiny random model, made anew for each session; and two engines of the shipped one that tests share."""
+"""A tiny random model, made anew for each session, and what tests share of the shipped one."""
 
+from __future__ import annotations
+
+import gc
 import importlib.util
 import string
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from shared_engines import SharedEngines
+
+if TYPE_CHECKING:
+    from ways import Results
 
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 TINY_VOCAB = 200
@@ -62,3 +69,16 @@ def pair() -> Iterator[SharedEngines]:
     shared = SharedEngines(MODEL, 2, "engine.max_model_len=400", "engine.kv_blocks=400", *in_place)
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="session")
+def expected_ways() -> dict[str, Results]:
+    """What each of `WAYS` gives an engine of the shipped model, one step at a time and without drafts."""
+    from engine_cases import engine_of  # needs the engine extra
+    from ways import BLOCKS, WAYS
+
+    with engine_of(MODEL, kv_blocks=BLOCKS) as backend:
+        assert backend.versions["scheduling"] == "synchronous"
+        results = {way.__name__: way(backend) for way in WAYS}
+    gc.collect()
+    return results

@@ -7,18 +7,14 @@ Invariants:
 - when all chunks have ended, no step is under way, and all KV blocks are free.
 """
 
-import gc
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ahead import check_on_two_ranks, scheduling_ahead
-from engine_cases import check_only_the_spoilt_fail, chunk
+from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of
 from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
 
 if importlib.util.find_spec("vllm") is None:
@@ -32,73 +28,40 @@ from seer.services.engine.vllm.sampling.rows import RowParams
 
 pytestmark = pytest.mark.vllm
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
-SHARED = SharedConfig(model=str(MODEL))
-
-
-def started(ahead: bool) -> VllmBackend:
-    core = str(
-        min(os.sched_getaffinity(0))
-    )  # one: threads that wait for each other are slow beside other work
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead
-    )
-    backend = VllmBackend(config, SHARED)
-    backend.start()
-    return backend
-
 
 @pytest.mark.parametrize("drafts", [None, DraftsConfig()])
 def test_what_cannot_schedule_ahead_is_refused_by_name(drafts: DraftsConfig | None) -> None:
     config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=8, max_model_len=256, async_scheduling=True)
     with pytest.raises(EngineError, match=r"engine.async_scheduling = true: .*not allow it on this device"):
-        VllmBackend(config, SHARED, drafts=drafts).start()
+        VllmBackend(config, SharedConfig(model=str(MODEL)), drafts=drafts).start()
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[dict[str, Results]]:
-    """What each way gives with synchronous scheduling."""
-    cores = os.sched_getaffinity(0)
-    backend = started(ahead=False)
-    assert backend.versions["scheduling"] == "synchronous"
-    results = {way.__name__: way(backend) for way in WAYS}
-    backend.close()
-    gc.collect()
-    yield results
-    os.sched_setaffinity(0, cores)
-
-
-@pytest.fixture(scope="module")
-def engine(expected: dict[str, Results]) -> Iterator[VllmBackend]:
-    with scheduling_ahead():
-        backend = started(ahead=True)
+def engine(expected_ways: dict[str, Results]) -> Iterator[VllmBackend]:
+    with engine_of(MODEL, kv_blocks=BLOCKS, async_scheduling=True) as backend:
         yield backend
-        backend.close()
 
 
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
-    while engine.has_work():
-        engine.step()
+    clear(engine)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_tokens_are_those_of_synchronous_scheduling(
-    backend: VllmBackend, expected: dict[str, Results], way: Callable[[VllmBackend], Results]
+    backend: VllmBackend, expected_ways: dict[str, Results], way: Callable[[VllmBackend], Results]
 ) -> None:
-    assert way(backend) == expected[way.__name__]
+    assert way(backend) == expected_ways[way.__name__]
     assert not backend.core.has_steps_under_way
     assert backend.stats().free_blocks == BLOCKS
 
 
-def test_the_ways_stop_as_they_say(expected: dict[str, Results]) -> None:
-    reasons = {finish for _, finish in expected["in_one_go"].values()}
+def test_the_ways_stop_as_they_say(expected_ways: dict[str, Results]) -> None:
+    reasons = {finish for _, finish in expected_ways["in_one_go"].values()}
     assert {("stop", str(STOP)), ("length", "")} < reasons
     assert any(reason in CASES["stop strings"].stop for _, reason in reasons)
-    assert expected["in_chunks"] == expected["in_one_go"]
+    assert expected_ways["in_chunks"] == expected_ways["in_one_go"]
 
 
 def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> None:
@@ -113,7 +76,7 @@ def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> Non
 
 
 def test_histories_on_the_device_are_what_counts(
-    backend: VllmBackend, expected: dict[str, Results], monkeypatch: pytest.MonkeyPatch
+    backend: VllmBackend, expected_ways: dict[str, Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from seer.services.engine.vllm.sampling.slot_rows import SlotRows
 
@@ -123,7 +86,7 @@ def test_histories_on_the_device_are_what_counts(
         return replace(made(rows, batch), history=np.zeros_like(rows.history.numpy()))
 
     monkeypatch.setattr(SlotRows, "rows", forgotten)
-    assert in_one_go(backend) != expected["in_one_go"]
+    assert in_one_go(backend) != expected_ways["in_one_go"]
 
 
 def test_rows_that_cannot_be_sampled_fail_alone(
@@ -143,7 +106,7 @@ def test_logits_are_captured(backend: VllmBackend) -> None:
 
 
 def test_an_update_and_sleep_wait_for_the_step_under_way(
-    backend: VllmBackend, expected: dict[str, Results]
+    backend: VllmBackend, expected_ways: dict[str, Results]
 ) -> None:
     for change in (
         lambda: backend.load_weights(MODEL, ""),
@@ -154,46 +117,4 @@ def test_an_update_and_sleep_wait_for_the_step_under_way(
         assert backend.core.has_steps_under_way
         change()
         assert not backend.has_work()
-        assert in_one_go(backend) == expected["in_one_go"]
-
-
-TWO_RANKS = """
-import sys
-
-from ahead import scheduling_ahead
-from ways import BLOCKS, WAYS
-
-from seer.common.config import EngineConfig, SharedConfig
-from seer.services.engine.vllm.backend import VllmBackend
-
-
-def results(ahead):
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2, async_scheduling=ahead
-    )
-    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]))
-    backend.start()
-    assert backend.versions["tensor_parallel"] == "2"
-    assert backend.versions["scheduling"] == ("asynchronous" if ahead else "synchronous")
-    found = {way.__name__: way(backend) for way in WAYS}
-    backend.close()
-    return found
-
-
-if __name__ == "__main__":
-    with scheduling_ahead():
-        ahead = results(True)
-    on_time = results(False)
-    assert ahead.keys() == on_time.keys()
-    different = [name for name in ahead if ahead[name] != on_time[name]]
-    assert not different, different
-    print("the same")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.breadth
-@pytest.mark.timeout(600)
-def test_two_ranks_draw_the_same_ahead(tmp_path: Path) -> None:
-    check_on_two_ranks(tmp_path, TWO_RANKS, MODEL)
+        assert in_one_go(backend) == expected_ways["in_one_go"]

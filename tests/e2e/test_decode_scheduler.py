@@ -1,24 +1,19 @@
 """Seer's scheduler in a real engine: its steps go the short way, and give what those of vLLM's own give."""
 
-import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from ahead import scheduling_ahead
+from engine_cases import MODEL, engine_of
 from ways import BLOCKS, WAYS, in_chunks, in_one_go, with_preemptions, with_turns
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig
 from seer.services.engine.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
-
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 
 ENGINES = {
     "plain": ({}, None),
@@ -33,17 +28,9 @@ DECODING = {in_one_go, with_turns, in_chunks, with_preemptions}
 
 @pytest.fixture(scope="module", params=ENGINES)
 def backend(request: pytest.FixtureRequest) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
     settings, drafts = ENGINES[request.param]
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), **settings
-    )
-    with scheduling_ahead() if config.async_scheduling else contextlib.nullcontext():
-        backend = VllmBackend(config, SharedConfig(model=str(MODEL)), drafts=drafts)
-        backend.start()
+    with engine_of(MODEL, drafts, kv_blocks=BLOCKS, **settings) as backend:
         yield backend
-        backend.close()
-    os.sched_setaffinity(0, cores)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

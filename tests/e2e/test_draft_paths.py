@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draft_plans import PLANS, counts, gained, script
 from engine_cases import (
     BASE,
     CASES,
@@ -18,6 +18,8 @@ from engine_cases import (
     PROMPT,
     check_only_the_spoilt_fail,
     chunk,
+    clear,
+    engine_of,
     in_chunks,
     one_go,
     products,
@@ -27,7 +29,7 @@ from engine_cases import (
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
@@ -38,56 +40,21 @@ from seer.services.engine.vllm.drafts.draft_script import DraftScript
 pytestmark = pytest.mark.vllm
 
 VOCAB = 200
-PLANS = {
-    "right_first": ("right", "wrong", "wrong"),
-    "right_second": ("wrong", "right", "random"),
-    "right_third": ("wrong", "random", "right"),
-    "all_wrong": ("wrong", "random", "wrong"),
-    "forks": ("truncated", "truncated", "right"),
-}
-
-
-def start(model: Path, cache: Path) -> VllmBackend:
-    core = str(min(os.sched_getaffinity(0)))
-    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=core)
-    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(cache))
-    backend = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
-    backend.start()
-    return backend
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"))
-    engine._drafting.start_always()
-    yield engine
-    engine.close()
-    os.sched_setaffinity(0, cores)
+    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(tmp_path_factory.mktemp("profiles")))
+    with engine_of(tiny_model, drafts, kv_blocks=36) as engine:
+        engine._drafting.start_always()
+        yield engine
 
 
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.probe.script_drafts(None)
-    engine.forget(["g"])
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
+    clear(engine)
     assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
-
-
-def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
-    first, *others = PLANS.get(plan, (plan,))
-    backend.probe.script_drafts(DraftScript(kind=first, vocab=VOCAB, known=known or {}, others=tuple(others)))
-
-
-def counts(backend: VllmBackend) -> dict[str, int]:
-    (found,) = backend.core.rpc("seer_path_counts")
-    return {name: found.get(name, 0) for name in ("rows", "dropped", "won", "conflicts")}
-
-
-def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in counts(backend).items()}
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,21 @@ Invariants:
 """
 
 import importlib.util
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ahead import check_on_two_ranks, scheduling_ahead
-from engine_cases import check_only_the_spoilt_fail, chunk, one_go, run
+from ahead import check_on_two_ranks
+from draft_plans import PLANS, counts, gained, script
+from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of, one_go, run
 from ways import BLOCKS, CASES, WAYS, Results, prompt
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import Entries
 from seer.common.policy.draft_shape import DraftShape
@@ -32,32 +32,16 @@ from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 VOCAB = 60
 SHAPES = [0, 1, 5, 11, *(Entries(each * paths + paths - 1, paths) for paths in (2, 3) for each in (1, 2, 3))]
-PLANS = {
-    "right_first": ("right", "wrong", "wrong"),
-    "right_second": ("wrong", "right", "random"),
-    "right_third": ("wrong", "random", "right"),
-    "all_wrong": ("wrong", "random", "wrong"),
-    "forks": ("truncated", "truncated", "right"),
-}
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), async_scheduling=True,
-    )  # fmt: skip
     drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(tmp_path_factory.mktemp("profiles")))
-    with scheduling_ahead():
-        backend = VllmBackend(config, SharedConfig(model=str(MODEL)), None, drafts)
-        backend.start()
+    with engine_of(MODEL, drafts, kv_blocks=BLOCKS, async_scheduling=True) as backend:
         backend._drafting.start_always()
         yield backend
-        backend.close()
-    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture
@@ -66,27 +50,8 @@ def backend(engine: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vl
     dice = random.Random(7)
     monkeypatch.setattr(engine._drafting, "_choose", lambda *_: dice.choice(SHAPES))
     yield engine
-    engine.probe.script_drafts(None)
-    engine.forget(["g"])
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
-    while engine.has_work():
-        engine.step()
+    clear(engine)
     assert engine.stats().free_blocks == BLOCKS
-
-
-def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
-    first, *others = PLANS.get(plan, (plan,))
-    backend.probe.script_drafts(DraftScript(kind=first, vocab=VOCAB, known=known or {}, others=tuple(others)))
-
-
-def counts(backend: VllmBackend) -> dict[str, int]:
-    (found,) = backend.core.rpc("seer_path_counts")
-    return {name: found.get(name, 0) for name in ("rows", "dropped", "won", "conflicts")}
-
-
-def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in counts(backend).items()}
 
 
 def plain(backend: VllmBackend, chunks: list[object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draft_plans import draft_always, script
 from engine_cases import (
     BASE,
     CASES,
@@ -20,6 +21,8 @@ from engine_cases import (
     Response,
     check_only_the_spoilt_fail,
     chunk,
+    clear,
+    engine_of,
     in_chunks,
     one_go,
     products,
@@ -33,8 +36,7 @@ if importlib.util.find_spec("vllm") is None:
 from shared_engines import until_generated
 
 from seer.client import RolloutClient
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
-from seer.common.policy.draft_costs import StepCosts
+from seer.common.config import DraftsConfig, load
 from seer.common.types import SamplingParams
 from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
@@ -50,31 +52,16 @@ KINDS = ("right", "wrong", "random", "truncated")
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
     drafts = DraftsConfig(max_draft=5, cache=str(tmp_path_factory.mktemp("profiles")))
-    engine = VllmBackend(config, SharedConfig(model=str(tiny_model)), None, drafts)
-    engine.start()
-    # Whether drafts pay with this model, on a machine as busy as it is, is not the point.
-    free = StepCosts(batches=(1, 32), drafts=(0, 5), grid=((1.0, 1.0001),) * 2, sibling=1.0)
-    engine.core.rpc("seer_set_costs", costs=free, max_paths=1)
-    engine._drafting.start_always()
-    yield engine
-    engine.close()
-    os.sched_setaffinity(0, cores)
+    with engine_of(tiny_model, drafts, kv_blocks=36) as engine:
+        draft_always(engine, 5)
+        yield engine
 
 
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.probe.script_drafts(None)
-    engine.forget(["g"])
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
-
-
-def script(backend: VllmBackend, kind: str, known: dict[int, list[int]] | None = None) -> None:
-    backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known or {}))
+    clear(engine)
 
 
 @pytest.mark.parametrize(("case", "kind"), products(CASES, KINDS, "everything", "right"))
@@ -98,15 +85,6 @@ def test_drafts_at_every_offset_change_nothing(backend, case, kind):
         assert accepted > drafted / 2
     elif kind == "wrong":
         assert accepted == 0
-
-
-def test_right_drafts_take_fewer_steps(backend):
-    script(backend, "none")
-    whole = one_go(backend, CASES["temperature"])
-    before = backend.stats().verifications
-    script(backend, "right", {0: whole.tokens})
-    assert one_go(backend, CASES["temperature"]).tokens == whole.tokens
-    assert backend.stats().verifications - before < len(whole.tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)

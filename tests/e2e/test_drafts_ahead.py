@@ -6,56 +6,31 @@ Invariants:
 - drafts that come late, or not at all, cost time alone.
 """
 
-import gc
 import importlib.util
-import os
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from ahead import check_on_two_ranks, scheduling_ahead
-from engine_cases import check_only_the_spoilt_fail, chunk, run
+from ahead import check_on_two_ranks
+from draft_plans import script
+from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of, run
 from ways import BLOCKS, CASES, WAYS, Results, in_chunks, in_one_go, prompt
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.core import CoreHandle
-from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 MOST = 5
-VOCAB = 60
-
-
-def started(drafts: DraftsConfig | None) -> VllmBackend:
-    core = str(min(os.sched_getaffinity(0)))
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=drafts is not None
-    )  # fmt: skip
-    backend = VllmBackend(config, SharedConfig(model=str(MODEL)), None, drafts)
-    backend.start()
-    return backend
-
-
-@pytest.fixture(scope="module")
-def expected() -> Iterator[dict[str, Results]]:
-    """What each way gives one step at a time without drafts."""
-    cores = os.sched_getaffinity(0)
-    backend = started(None)
-    results = {way.__name__: way(backend) for way in WAYS}
-    backend.close()
-    gc.collect()
-    yield results
-    os.sched_setaffinity(0, cores)
 
 
 class AnySampler:
@@ -109,13 +84,15 @@ def warmed_up(describe: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def engine(expected: dict[str, Results], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    with scheduling_ahead(), pytest.MonkeyPatch.context() as patch:
+def engine(
+    expected_ways: dict[str, Results], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmBackend]:
+    drafts = DraftsConfig(max_draft=MOST, cache=str(tmp_path_factory.mktemp("profiles")))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoreHandle, "describe", warmed_up(CoreHandle.describe))
-        backend = started(DraftsConfig(max_draft=MOST, cache=str(tmp_path_factory.mktemp("profiles"))))
-        backend._drafting.start_always()
-        yield backend
-        backend.close()
+        with engine_of(MODEL, drafts, kv_blocks=BLOCKS, async_scheduling=True) as backend:
+            backend._drafting.start_always()
+            yield backend
 
 
 @pytest.fixture
@@ -124,12 +101,7 @@ def backend(engine: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vl
     monkeypatch.setattr(engine._drafting, "_length", None)
     random.seed(7)
     yield engine
-    engine.probe.script_drafts(None)
-    engine.forget(["g"])
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
-    while engine.has_work():
-        engine.step()
+    clear(engine)
 
 
 def speculator(backend: VllmBackend) -> object:
@@ -138,10 +110,10 @@ def speculator(backend: VllmBackend) -> object:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_tokens_are_those_without_drafts(
-    backend: VllmBackend, expected: dict[str, Results], way: Callable[[VllmBackend], Results]
+    backend: VllmBackend, expected_ways: dict[str, Results], way: Callable[[VllmBackend], Results]
 ) -> None:
     before = backend.stats()
-    assert way(backend) == expected[way.__name__]
+    assert way(backend) == expected_ways[way.__name__]
     after = backend.stats()
     assert after.drafted_tokens - before.drafted_tokens > after.accepted_tokens - before.accepted_tokens > 0
     assert not backend.core.has_steps_under_way
@@ -155,10 +127,9 @@ def siblings(length: int = 60) -> list[object]:
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random", "truncated", "none"])
 def test_any_draft_changes_nothing(backend: VllmBackend, kind: str) -> None:
-    backend.probe.script_drafts(DraftScript(kind="none", vocab=VOCAB))
+    script(backend, "none")
     plain = run(backend, siblings())
-    known = {i: plain[f"r{i}"].tokens + [7] * MOST for i in range(8)}
-    backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known))
+    script(backend, kind, {i: plain[f"r{i}"].tokens + [7] * MOST for i in range(8)})
     before = backend.stats()
     found = run(backend, siblings())
     assert {name: each.tokens for name, each in found.items()} == {
@@ -179,12 +150,12 @@ def test_drafts_take_no_block_that_was_not_reserved(backend: VllmBackend) -> Non
     chunks = [
         chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i), wait_for_room=True) for i in range(12)
     ]
-    backend.probe.script_drafts(DraftScript(kind="none", vocab=VOCAB))
+    script(backend, "none")
     plain = run(backend, chunks)
     known = {i: plain[f"r{i}"].tokens for i in range(12)}
     before = backend.stats()
     for kind in ("right", "wrong"):
-        backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known))
+        script(backend, kind, known)
         drafted = run(backend, chunks)
         assert all(drafted[name].tokens == plain[name].tokens for name in plain)
     assert backend.stats().preemptions == before.preemptions
@@ -192,14 +163,14 @@ def test_drafts_take_no_block_that_was_not_reserved(backend: VllmBackend) -> Non
 
 
 def test_drafts_that_come_late_or_not_at_all_change_nothing(
-    backend: VllmBackend, expected: dict[str, Results]
+    backend: VllmBackend, expected_ways: dict[str, Results]
 ) -> None:
     steps = speculator(backend).trees.steps
     missed, before = steps.missed, backend.stats().accepted_tokens
     steps.stall(0.01)
     try:
         for way in (in_one_go, in_chunks):
-            assert way(backend) == expected[way.__name__]
+            assert way(backend) == expected_ways[way.__name__]
     finally:
         steps.stall(0.0)
     assert steps.missed - missed > 20
@@ -232,7 +203,7 @@ def test_rows_that_cannot_be_sampled_fail_alone(
 
 
 def test_an_update_and_sleep_wait_for_the_step_under_way(
-    backend: VllmBackend, expected: dict[str, Results]
+    backend: VllmBackend, expected_ways: dict[str, Results]
 ) -> None:
     for change in (
         lambda: backend.load_weights(MODEL, ""),
@@ -244,7 +215,7 @@ def test_an_update_and_sleep_wait_for_the_step_under_way(
         assert backend.core.has_steps_under_way
         change()
         assert not backend.has_work()
-        assert in_one_go(backend) == expected["in_one_go"]
+        assert in_one_go(backend) == expected_ways["in_one_go"]
 
 
 def test_lengths_follow_what_was_right(engine: VllmBackend) -> None:
@@ -257,39 +228,44 @@ def test_lengths_follow_what_was_right(engine: VllmBackend) -> None:
 
 
 TWO_RANKS = """
-import random
+import json
 import sys
+from pathlib import Path
 
 from ahead import scheduling_ahead
+from engine_cases import MODEL
 from ways import BLOCKS, WAYS
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.services.engine.vllm.backend import VllmBackend
 
 
-def results(drafts):
+def check(expected, ahead, drafts=None):
     config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2,
-        async_scheduling=drafts is not None,
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2, async_scheduling=ahead
     )
-    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
+    backend = VllmBackend(config, SharedConfig(model=str(MODEL)), None, drafts)
     backend.start()
+    assert backend.versions["tensor_parallel"] == "2"
+    assert backend.versions["scheduling"] == ("asynchronous" if ahead else "synchronous")
     if drafts is not None:
         backend._drafting.start_always()
         backend._drafting._length = None
-    found = {way.__name__: way(backend) for way in WAYS}
-    accepted = backend.stats().accepted_tokens
+    found = json.loads(json.dumps({way.__name__: way(backend) for way in WAYS}))
+    assert drafts is None or backend.stats().accepted_tokens > 0
+    workers = [worker.proc for worker in backend.core.engine_core.model_executor.workers]
     backend.close()
-    return found, accepted
+    assert [worker.is_alive() for worker in workers] == [False, False]
+    different = [name for name in expected if found[name] != expected[name]]
+    assert not different, different
 
 
 if __name__ == "__main__":
+    expected = json.loads(Path(sys.argv[1]).read_text())
     with scheduling_ahead():
-        ahead, accepted = results(DraftsConfig(max_draft=5, cache=sys.argv[2]))
-    assert accepted > 0
-    on_time, _ = results(None)
-    different = [name for name in ahead if ahead[name] != on_time[name]]
-    assert not different, different
+        check(expected, True, DraftsConfig(max_draft=5, cache=sys.argv[2]))
+        check(expected, True)
+    check(expected, False)
     print("the same")
 """
 
@@ -297,6 +273,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.breadth
-@pytest.mark.timeout(600)
-def test_two_ranks_verify_the_same_drafts(tmp_path: Path) -> None:
-    check_on_two_ranks(tmp_path, TWO_RANKS, MODEL, tmp_path)
+@pytest.mark.timeout(900)
+def test_two_ranks_draw_what_one_draws_ahead_or_not(
+    expected_ways: dict[str, Results], tmp_path: Path
+) -> None:
+    (tmp_path / "expected.json").write_text(json.dumps(expected_ways))
+    check_on_two_ranks(tmp_path, TWO_RANKS, tmp_path / "expected.json", tmp_path)

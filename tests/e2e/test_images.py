@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import vision_models
-from engine_cases import Response, run
+from draft_plans import draft_always
+from engine_cases import Response, clear, engine_of, run
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs the engine extra and torchvision", allow_module_level=True)
@@ -22,9 +22,8 @@ from vision_models import IMAGE, picture, processor_of
 from seer.client import Placed as PlacedImage
 from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, medium
 from seer.common import ids
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
+from seer.common.config import DraftsConfig, load
 from seer.common.errors import EngineError, InvalidField
-from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import Placed
 from seer.local.pool_plan import import_problem
 from seer.local.system import LocalSystem
@@ -57,25 +56,16 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    config = EngineConfig(kv_blocks=60, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
     drafts = DraftsConfig(max_draft=DRAFT, cache=str(tmp_path_factory.mktemp("profiles")))
-    engine = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
-    engine.start()
-    free = StepCosts(batches=(1, 32), drafts=(0, DRAFT), grid=((1.0, 1.0001),) * 2, sibling=1.0)
-    engine.core.rpc("seer_set_costs", costs=free, max_paths=1)
-    engine._drafting.start_always()
-    yield engine
-    engine.close()
-    os.sched_setaffinity(0, cores)
+    with engine_of(model, drafts, kv_blocks=60) as engine:
+        draft_always(engine, DRAFT)
+        yield engine
 
 
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.forget(["g"])
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
+    clear(engine)
     engine.core._reset_caches()
 
 

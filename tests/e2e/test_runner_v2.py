@@ -16,38 +16,20 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
-from ways import BLOCKS, WAYS
-
-from seer.common.config import EngineConfig, SharedConfig
-from seer.services.engine.vllm.backend import VllmBackend
+from engine_cases import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
-
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, object]:
-    """What each way gives in this process, one step at a time, with our kernels for CPUs."""
-    cores = os.sched_getaffinity(0)
-    config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
-    backend = VllmBackend(config, SharedConfig(model=str(MODEL)))
-    backend.start()
-    results = {way.__name__: way(backend) for way in WAYS}
-    backend.close()
-    os.sched_setaffinity(0, cores)
-    return json.loads(json.dumps(results))
 
 
 AHEAD = [pytest.param(how, marks=pytest.mark.breadth) for how in ("ahead", "drafts")]
 
 
 @pytest.mark.parametrize("how", ["now", *AHEAD])
-def test_it_draws_what_kernels_for_cpus_draw(expected: dict[str, object], how: str) -> None:
+def test_it_draws_what_kernels_for_cpus_draw(expected_ways: dict[str, object], how: str) -> None:
     script = Path(__file__).with_name("v2_engine.py")
     paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
-        [sys.executable, str(script), str(MODEL), how, *expected], stdout=subprocess.PIPE,
+        [sys.executable, str(script), str(MODEL), how, *expected_ways], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths},
     ) as process:  # fmt: skip
         if how == "drafts" and "begins" in process.stdout.readline():  # in the midst of a step, or near it
@@ -60,4 +42,4 @@ def test_it_draws_what_kernels_for_cpus_draw(expected: dict[str, object], how: s
     module, scheduling, results = json.loads(told.splitlines()[-1])
     assert module == "vllm.v1.worker.cpu.model_runner"  # V2's
     assert scheduling == ("synchronous" if how == "now" else "asynchronous")
-    assert results == expected
+    assert results == json.loads(json.dumps(expected_ways))

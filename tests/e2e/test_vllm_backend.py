@@ -2,9 +2,7 @@
 
 import importlib.util
 import itertools
-import json
 import math
-import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,6 +21,8 @@ from engine_cases import (
     PROMPT,
     check_only_the_spoilt_fail,
     chunk,
+    clear,
+    engine_of,
     in_chunks,
     one_go,
     piece_texts,
@@ -36,7 +36,6 @@ from engine_cases import (
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, Unsampleable
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
@@ -46,23 +45,16 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    # One core: threads that wait for each other are slow beside other work, and prove nothing more.
-    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
-    engine = VllmBackend(config, SharedConfig(model=str(tiny_model)))
-    engine.start()
-    yield engine
-    engine.close()
-    engine.close()  # idempotent
-    os.sched_setaffinity(0, cores)
+    with engine_of(tiny_model, kv_blocks=36) as engine:
+        yield engine
+        engine.close()  # and once more at the end
 
 
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
     engine.fault_position = None
-    for request_id, attempt in list(engine._engine_ids):
-        engine.drop(request_id, attempt)
+    clear(engine)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -393,60 +385,6 @@ def python(code: str, *arguments: str, timeout: float = 560) -> list[str]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
-
-
-TWO_RANKS = """
-import json, sys, threading
-from pathlib import Path
-from seer.common.config import EngineConfig, SharedConfig
-from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.backend import VllmBackend
-
-def main():
-    config = EngineConfig(kv_blocks=40, max_num_seqs=8, max_model_len=256, tensor_parallel=2)
-    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]))
-    backend.start()
-    prompt = json.loads(sys.argv[2])
-    sampling = SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, top_p=0.95)
-    for key in range(3):
-        backend.add(Chunk(
-            request_id=str(key), group_id="", attempt=0, key=key, prompt_len=len(prompt), max_new_tokens=99,
-            sampling=sampling, tokens=prompt,
-        ))
-    tokens = {str(key): [] for key in range(3)}
-    while backend.has_work():
-        for generated in backend.step().generated:
-            tokens[generated.request_id] += generated.token_ids
-    row = backend.probe.logits(prompt)
-    executor = backend.core.engine_core.model_executor
-    workers = [worker.proc for worker in executor.workers]
-    backend.close()
-    print(json.dumps([tokens, row.tolist(), len(workers), [worker.is_alive() for worker in workers]]))
-
-if __name__ == "__main__":
-    # Off the main thread, as the engine service runs it.
-    thread = threading.Thread(target=main)
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.breadth  # test_nodes.py has ranks on two nodes
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.timeout(600)
-def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
-    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
-    script.write_text(TWO_RANKS)
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    lines = python(code, str(script), str(tiny_model), json.dumps(PROMPT))
-    tokens, row, ranks, alive = json.loads(lines[-1])
-    assert (ranks, alive) == (2, [False, False])
-    sampling = SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, top_p=0.95)
-    alone = run(backend, [chunk(str(key), sampling, key=key) for key in range(3)])
-    assert tokens == {name: response.tokens for name, response in alone.items()}
-    np.testing.assert_allclose(row, backend.probe.logits(PROMPT), atol=1e-4)
 
 
 REFUSALS = """

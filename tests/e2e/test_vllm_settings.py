@@ -2,33 +2,29 @@
 
 Invariants:
 - vLLM does what the setting says, and the engine reports it;
-- the promise holds with it: the same tokens in one go and in chunks of any size;
-- engines with other settings share no KV, whatever their weights.
+- the promise holds with it: the same tokens in one go and in chunks of any size.
+
+That engines with other settings share no KV stands in tests/unit/test_vllm_settings.py.
 """
 
 import importlib.util
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from engine_cases import Response, chunk, run
+from engine_cases import MODEL, engine_of, in_chunks, one_go
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 import torch
 
-from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.kv_pool.sharing import KvSharing
 
 pytestmark = pytest.mark.vllm
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 LENGTH = 40
 PROMPT = [1, *(5 + 7 * i % 60 for i in range(20))]
 """With the output it goes over a block of 32."""
@@ -36,35 +32,14 @@ PROMPT = [1, *(5 + 7 * i % 60 for i in range(20))]
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[VllmBackend]:
-    cores = os.sched_getaffinity(0)
-    config = EngineConfig(
-        kv_blocks=64, max_num_seqs=8, max_model_len=256, cpu_cores=str(min(cores)),
-        vllm=VllmSettings(kv_cache_dtype="fp8"),
-    )  # fmt: skip
-    backend = VllmBackend(config, SharedConfig(model=str(MODEL)))
+    settings = VllmSettings(kv_cache_dtype="fp8")
     try:
-        backend.start()
+        with engine_of(MODEL, kv_blocks=64, max_num_seqs=8, vllm=settings) as backend:
+            yield backend
     except EngineError as error:
         if "requires x86 with AVX-512" not in str(error):
             raise
         pytest.skip("this processor has no 8-bit KV: AVX-512 or AMX")
-    yield backend
-    backend.close()
-    os.sched_setaffinity(0, cores)
-
-
-def response(backend: VllmBackend, sampling: SamplingParams, sizes: list[int]) -> Response:
-    """Run a response in chunks of these sizes, the last one again and again."""
-    made, sizes = Response(), list(sizes)
-    while not made.ends or not made.finish[0]:
-        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        tokens = PROMPT + made.tokens
-        part = chunk("one", sampling, tokens=tokens, prompt_len=len(PROMPT), max_new_tokens=size)
-        piece = run(backend, [part])["one"]
-        made.tokens += piece.tokens
-        made.logprobs += piece.logprobs
-        made.ends += piece.ends
-    return made
 
 
 def test_kv_has_the_type_that_is_set_and_the_engine_says_so(backend: VllmBackend) -> None:
@@ -83,35 +58,9 @@ def test_kv_has_the_type_that_is_set_and_the_engine_says_so(backend: VllmBackend
     ],
 )
 def test_tokens_are_the_same_in_one_go_and_in_chunks(backend: VllmBackend, sampling: SamplingParams) -> None:
-    whole = response(backend, sampling, [LENGTH])
+    whole = one_go(backend, sampling, prompt=PROMPT)
     assert len(whole.tokens) == LENGTH
-    for sizes in ([1], [5], [7], [3, 11, 2]):
-        pieces = response(backend, sampling, sizes)
+    for pieces in in_chunks(backend, [[1], [5], [7], [3, 11, 2]], sampling, PROMPT):
         assert len(pieces.ends) > 1
         assert pieces.tokens == whole.tokens
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-
-
-def test_engines_with_other_settings_share_no_kv(backend: VllmBackend) -> None:
-    """Their KV may have the same bytes for other numbers: the type alone does not tell fp8 from others."""
-    spaces: list[str] = []
-
-    def rpc(method: str, **arguments: str) -> list[object]:
-        if method == "seer_use_pool_namespace":
-            spaces.append(arguments["namespace"])
-            return [None]
-        return backend.core.rpc(method, **arguments)
-
-    backend._sharing = sharing = KvSharing(rpc, MODEL, backend.core.vllm_config)
-    try:
-        backend.bind_weights("weights")
-        backend.bind_weights("weights")
-        sharing.bind("weights")  # as an engine without settings does
-        backend.bind_weights("other weights")
-        backend.bind_weights("")
-    finally:
-        backend._sharing = None
-    first, again, plain, other, none = spaces
-    assert first == again
-    assert len({first, plain, other, none}) == 4
-    assert not none
