@@ -44,7 +44,7 @@ def _load_without_check(load: object, config: object, *rest: object) -> object:
 
 
 def check_on_two_ranks(folder: Path, script: str, *arguments: object) -> None:
-    """Run a script, which schedules ahead on two ranks and prints "the same" at its end."""
+    """Run a script, which has engines of two ranks and prints "the same" at its end."""
     file = folder / "two_ranks.py"  # workers are spawned and import it again
     file.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from engine_cases import KEY, Response, chunk, run
+
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
@@ -38,3 +42,30 @@ def counts(backend: VllmBackend) -> dict[str, int]:
 
 def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in counts(backend).items()}
+
+
+def _drafted(backend: VllmBackend, chunks: list[Chunk], plan: str, plain: dict[str, Response]) -> int:
+    """Run chunks with drafts: their tokens are as without; return how many were preempted."""
+    before = backend.stats().preemptions
+    script(backend, plan, {one.index: plain[one.request_id].tokens for one in chunks})
+    found = run(backend, chunks)
+    assert all(found[name].tokens == response.tokens for name, response in plain.items())
+    assert backend.stats().free_blocks == backend.capacity.kv_blocks
+    return backend.stats().preemptions - before
+
+
+def check_preempted_go_on(backend: VllmBackend, plan: str) -> None:
+    """Run more with drafts than fits into memory."""
+    sampling = SamplingParams(max_tokens=40, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
+    chunks = [
+        chunk(str(i), sampling, index=i, key=KEY + i, prompt=[1 + i, *range(3, 50 + i)]) for i in range(16)
+    ]
+    script(backend, "none")
+    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
+    assert _drafted(backend, chunks, plan, alone) > 0
+
+
+def check_only_reserved_blocks(backend: VllmBackend, chunks: list[Chunk], plan: str) -> None:
+    """Run chunks with drafts that wait for room: none is preempted."""
+    script(backend, "none")
+    assert _drafted(backend, chunks, plan, run(backend, chunks)) == 0

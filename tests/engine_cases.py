@@ -20,9 +20,6 @@ from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd
 from seer.services.engine.vllm.backend import VllmBackend
 
-MODEL = Path(__file__).parents[1] / "examples" / "countdown" / "model"
-"""The shipped model."""
-
 LENGTH = 24
 KEY = 0xFEED_FACE_CAFE_F00D
 PROMPT = [1, *(3 + (7 * i) % 190 for i in range(20))]
@@ -168,6 +165,15 @@ def in_chunks(
     raise AssertionError
 
 
+def check_every_cut(backend: VllmBackend, sampling: SamplingParams, whole: Response) -> None:
+    """Cut a response at every offset, and into chunks of 1 and of 5 tokens: all is as in one go."""
+    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
+    for plan, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
+        assert response.tokens == whole.tokens, plan
+        assert response.finish == whole.finish, plan
+        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), plan
+
+
 def with_stop_id(backend: VllmBackend) -> SamplingParams:
     tokens = one_go(backend, BASE).tokens
     return msgspec.structs.replace(BASE, stop_token_ids=(tokens[12],))
@@ -208,6 +214,12 @@ CASES = {
         frequency_penalty=0.3, presence_penalty=0.2, logit_bias={30: 1.0}, min_tokens=5, ignore_eos=True,
     ),
 }  # fmt: skip
+
+
+def sampling_of(backend: VllmBackend, case: str) -> SamplingParams:
+    """Return a case's sampling; where that stops depends on what the engine says."""
+    sampling = CASES[case]
+    return sampling(backend) if callable(sampling) else sampling
 
 
 def products(cases: Iterable[str], kinds: Iterable[str], case: str, kind: str) -> list[ParameterSet]:

@@ -8,8 +8,11 @@ Invariants (tests/e2e/test_shared_engines.py):
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seer.client import RolloutClient
 from seer.client.loop_thread import LoopThread
@@ -17,10 +20,38 @@ from seer.common.config import BufferConfig, load
 from seer.common.wire import Status
 from seer.local.system import LocalSystem
 
+if TYPE_CHECKING:
+    import torch
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
+MODEL = EXAMPLE / "model"
+
 JOIN_SECONDS = 120.0
 
 ONE_CORE = (f"engine.cpu_cores={min(os.sched_getaffinity(0))}",)
 """For an engine by itself: threads that wait for each other are slow beside other work."""
+
+
+def texts(count: int) -> list[str]:
+    """Return the first prompts of the example."""
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:count]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return the shipped model's weights, all as many times as large."""
+    from safetensors.torch import load_file
+
+    return {name: tensor * scale for name, tensor in load_file(MODEL / "model.safetensors").items()}
+
+
+def changed_model(folder: Path, scale: float = 1.02) -> Path:
+    """Write the shipped model with other weights into a new folder."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(MODEL, folder)
+    save_file(tensors(scale), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 async def until_generated(client: RolloutClient, tokens: int) -> None:

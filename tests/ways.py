@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from engine_cases import Response, chunk, run
+import pytest
+from engine_cases import Response, check_only_the_spoilt_fail, chunk, run
 
 from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
 
 BLOCKS = 40
@@ -43,6 +45,21 @@ def prompt(index: int, length: int = 20) -> list[int]:
 
 def seen(responses: dict[str, Response]) -> Results:
     return {name: (one.tokens, one.finish) for name, one in sorted(responses.items())}
+
+
+def siblings(count: int, length: int = 60) -> list[Chunk]:
+    """Return responses of one group, to prompts of their own."""
+    sampling = SamplingParams(max_tokens=length, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
+    return [chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i)) for i in range(count)]
+
+
+def check_rows_fail_alone(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spoil some rows of requests of all kinds, at prefills and later: no other has other tokens."""
+    chunks = [
+        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
+        for place, case in enumerate(CASES) for key in range(3)
+    ]  # fmt: skip
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
 
 
 def in_one_go(backend: VllmBackend) -> Results:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from shared_engines import SharedEngines
+from shared_engines import MODEL, SharedEngines
 
 if TYPE_CHECKING:
     from ways import Results
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 TINY_VOCAB = 200
 TINY_EOS = 2
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of
-from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
+from engine_cases import chunk, clear, engine_of
+from shared_engines import MODEL
+from ways import BLOCKS, CASES, STOP, WAYS, Results, check_rows_fail_alone, in_one_go, prompt
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
-from seer.common.sleep import SleepState
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.sampling.rows import RowParams
 
@@ -92,29 +92,10 @@ def test_histories_on_the_device_are_what_counts(
 def test_rows_that_cannot_be_sampled_fail_alone(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = [
-        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
-        for place, case in enumerate(CASES) for key in range(3)
-    ]  # fmt: skip
-    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
+    check_rows_fail_alone(backend, monkeypatch)
 
 
 def test_logits_are_captured(backend: VllmBackend) -> None:
     tokens, (logits,) = backend.probe.capture(chunk("one", CASES["plain"], prompt=prompt(0)))
     assert logits.shape == (len(tokens), backend.core.vocab_size)
     assert np.isfinite(logits).all()
-
-
-def test_an_update_and_sleep_wait_for_the_step_under_way(
-    backend: VllmBackend, expected_ways: dict[str, Results]
-) -> None:
-    for change in (
-        lambda: backend.load_weights(MODEL, ""),
-        lambda: [backend.sleep(SleepState.ASLEEP, 1), backend.sleep(SleepState.AWAKE, 1)],
-    ):
-        backend.add(chunk("dropped", CASES["plain"], prompt=prompt(0)))
-        backend.step()
-        assert backend.core.has_steps_under_way
-        change()
-        assert not backend.has_work()
-        assert in_one_go(backend) == expected_ways["in_one_go"]

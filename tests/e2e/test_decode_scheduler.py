@@ -4,7 +4,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from engine_cases import MODEL, engine_of
+from engine_cases import engine_of
+from shared_engines import MODEL
 from ways import BLOCKS, WAYS, in_chunks, in_one_go, with_preemptions, with_turns
 
 if importlib.util.find_spec("vllm") is None:

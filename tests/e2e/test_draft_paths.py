@@ -1,29 +1,28 @@
 """Several draft paths per step under the real engine: they change no token, no logprob and no block."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from draft_plans import PLANS, counts, gained, script
+from ahead import check_on_two_ranks
+from draft_plans import PLANS, check_only_reserved_blocks, check_preempted_go_on, counts, gained, script
 from engine_cases import (
     BASE,
     CASES,
     KEY,
     LENGTH,
     PROMPT,
+    check_every_cut,
     check_only_the_spoilt_fail,
     chunk,
     clear,
     engine_of,
-    in_chunks,
     one_go,
     products,
     run,
+    sampling_of,
 )
 
 if importlib.util.find_spec("vllm") is None:
@@ -62,16 +61,12 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
 )
 def test_paths_at_every_offset_change_nothing(backend, case, plan):
     script(backend, "none")
-    sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
+    sampling = sampling_of(backend, case)
     whole = one_go(backend, sampling)
     before = counts(backend)
     # More is known than the response may have: a draft goes on where a stop must cut it.
     script(backend, plan, {0: whole.tokens + [7] * LENGTH})
-    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
-    for sizes, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
-        assert response.tokens == whole.tokens, sizes
-        assert response.finish == whole.finish, sizes
-        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), sizes
+    check_every_cut(backend, sampling, whole)
     after = gained(backend, before)
     assert after["rows"] > 0
     assert after["conflicts"] == 0
@@ -146,34 +141,18 @@ def test_a_right_sibling_saves_steps(backend):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_preempted_requests_with_paths_go_on_the_same(backend, plan):
-    sampling = SamplingParams(max_tokens=40, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
-    chunks = [
-        chunk(str(i), sampling, index=i, key=KEY + i, prompt=[1 + i, *range(3, 50 + i)]) for i in range(16)
-    ]
-    script(backend, "none")
-    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
-    before, preempted = counts(backend), backend.stats().preemptions
-    script(backend, plan, {i: alone[str(i)].tokens for i in range(16)})
-    together = run(backend, chunks)
-    assert backend.stats().preemptions > preempted
+    before = counts(backend)
+    check_preempted_go_on(backend, plan)
     after = gained(backend, before)
     assert after["rows"] > 0
     assert after["dropped"] > 0, "16 requests have more paths than there is scratch"
-    assert all(together[name].tokens == response.tokens for name, response in alone.items())
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_paths_take_no_block_that_was_not_reserved(backend, plan):
     sampling = SamplingParams(max_tokens=100, ignore_eos=True)
-    names = [f"r{i}" for i in range(12)]
-    chunks = [chunk(name, sampling, index=i, key=i, wait_for_room=True) for i, name in enumerate(names)]
-    script(backend, "none")
-    plain = run(backend, chunks)
-    before = backend.stats().preemptions
-    script(backend, plan, {i: plain[name].tokens for i, name in enumerate(names)})
-    drafted = run(backend, chunks)
-    assert backend.stats().preemptions == before
-    assert all(drafted[name].tokens == plain[name].tokens for name in names)
+    chunks = [chunk(f"r{i}", sampling, index=i, key=i, wait_for_room=True) for i in range(12)]
+    check_only_reserved_blocks(backend, chunks, plan)
 
 
 def test_rows_of_prefills_and_paths_share_a_step(backend):
@@ -250,52 +229,48 @@ def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
 
 
 TWO_RANKS = """
-import json, sys, threading
+import itertools
+import sys
+
+from draft_plans import script
+from engine_cases import chunk, run
+
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
-def roll(backend, prompt, switches=False):
+
+def rolled(backend):
     sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)
-    for key in range(3):
-        backend.add(Chunk(
-            request_id=str(key), group_id="g", index=key, attempt=0, key=key, prompt_len=len(prompt),
-            max_new_tokens=99, sampling=sampling, tokens=prompt,
-        ))
-    tokens = {str(key): [] for key in range(3)}
-    steps = 0
-    while backend.has_work():
-        if switches:
-            backend._drafting._queue("switch", on=steps % 5 < 3)
-        for generated in backend.step().generated:
-            tokens[generated.request_id] += generated.token_ids
-        steps += 1
-    return tokens
+    found = run(backend, [chunk(str(key), sampling, key=key, index=key) for key in range(3)])
+    return {int(name): one.tokens for name, one in found.items()}
 
-def main():
-    config = EngineConfig(kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2)
-    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[3])
-    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
-    backend.start()
-    prompt, rolls = json.loads(sys.argv[2]), []
-    backend.probe.script_drafts(DraftScript(kind="none", vocab=200))
-    rolls.append(roll(backend, prompt))
-    known = {int(key): tokens for key, tokens in rolls[0].items()}
-    backend.probe.script_drafts(DraftScript(kind="wrong", vocab=200, known=known, others=("truncated", "right")))
-    rolls.append(roll(backend, prompt))
-    backend.probe.script_drafts(None)
-    backend._drafting.start_always()
-    rolls.append(roll(backend, prompt, switches=True))
-    print(json.dumps([rolls, backend.core.rpc("seer_path_counts")]))
-    backend.close()
 
 if __name__ == "__main__":
-    # Off the main thread, as the engine service runs it.
-    thread = threading.Thread(target=main)
-    thread.start()
-    thread.join()
+    config = EngineConfig(kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2)
+    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[2])
+    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
+    backend.start()
+    script(backend, "none")
+    plain = rolled(backend)
+    script(backend, "right_third", plain)
+    assert rolled(backend) == plain
+    backend.probe.script_drafts(None)
+    control, steps = backend._drafting, itertools.count()
+    control.start_always()
+
+    def switch(*_):
+        control._queue("switch", on=next(steps) % 5 < 3)
+        control.flush()
+
+    control.begin_step = switch
+    assert rolled(backend) == plain
+    ranks = backend.core.rpc("seer_path_counts")
+    backend.close()
+    assert ranks[0] == ranks[1], ranks
+    assert ranks[0]["won"] > 10, ranks
+    assert ranks[0].get("conflicts", 0) == 0, ranks
+    print("the same")
 """
 
 
@@ -304,17 +279,7 @@ if __name__ == "__main__":
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
-    (tmp_path / "two.py").write_text(TWO_RANKS)
-    place, model, prompt = tmp_path / "two.py", str(tiny_model), json.dumps(PROMPT)
-    command = [sys.executable, str(place), model, prompt, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (plain, drafted, switched), ranks = json.loads(done.stdout.splitlines()[-1])
-    assert drafted == plain
-    assert switched == plain
-    assert ranks[0] == ranks[1]
-    assert ranks[0]["won"] > 10
-    assert ranks[0].get("conflicts", 0) == 0
+    check_on_two_ranks(tmp_path, TWO_RANKS, tiny_model, tmp_path)
 
 
 def test_trees_give_several_paths_where_they_pay(backend):

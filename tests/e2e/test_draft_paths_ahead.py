@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from ahead import check_on_two_ranks
 from draft_plans import PLANS, counts, gained, script
-from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of, one_go, run
-from ways import BLOCKS, CASES, WAYS, Results, prompt
+from engine_cases import chunk, clear, engine_of, one_go, run
+from shared_engines import MODEL
+from ways import BLOCKS, WAYS, Results, check_rows_fail_alone, prompt, siblings
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -61,11 +62,6 @@ def plain(backend: VllmBackend, chunks: list[object]) -> dict[str, object]:
         return run(backend, chunks)
 
 
-def siblings(length: int = 60, count: int = 6) -> list[object]:
-    sampling = SamplingParams(max_tokens=length, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
-    return [chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i)) for i in range(count)]
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_tokens_are_those_without_drafts(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, way: Callable[[VllmBackend], Results]
@@ -81,10 +77,10 @@ def test_tokens_are_those_without_drafts(
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_paths_change_nothing(backend: VllmBackend, plan: str) -> None:
-    expected = plain(backend, siblings())
+    expected = plain(backend, siblings(6))
     script(backend, plan, {i: expected[f"r{i}"].tokens + [7] * 11 for i in range(6)})
     before = counts(backend)
-    found = run(backend, siblings())
+    found = run(backend, siblings(6))
     for name, each in found.items():
         assert each.tokens == expected[name].tokens
         assert each.logprobs == pytest.approx(expected[name].logprobs, abs=1e-4)
@@ -131,7 +127,7 @@ def test_without_either_copy_of_kv_something_differs(
 
 
 def test_a_right_second_path_saves_steps(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain(backend, siblings(count=1))["r0"].tokens
+    expected = plain(backend, siblings(1))["r0"].tokens
     known = {0: expected}
     backend.probe.script_drafts(
         DraftScript(kind="wrong", vocab=VOCAB, known=known, count=5, others=("right",))
@@ -140,7 +136,7 @@ def test_a_right_second_path_saves_steps(backend: VllmBackend, monkeypatch: pyte
     for shape in (11, Entries(11, 2)):
         monkeypatch.setattr(backend._drafting, "_choose", lambda *_, shape=shape: shape)
         before = backend.stats().steps
-        assert run(backend, siblings(count=1))["r0"].tokens == expected
+        assert run(backend, siblings(1))["r0"].tokens == expected
         steps.append(backend.stats().steps - before)
     assert steps[1] < 0.5 * steps[0]
 
@@ -161,7 +157,7 @@ def test_paths_take_no_block_that_was_not_reserved(backend: VllmBackend) -> None
 
 
 def test_preempted_requests_with_paths_go_on_the_same(backend: VllmBackend) -> None:
-    chunks = siblings(count=24)
+    chunks = siblings(24)
     expected = {one.request_id: plain(backend, [one])[one.request_id].tokens for one in chunks}
     before, preempted = counts(backend), backend.stats().preemptions
     script(backend, "right_second", {i: expected[f"r{i}"] for i in range(24)})
@@ -174,11 +170,7 @@ def test_preempted_requests_with_paths_go_on_the_same(backend: VllmBackend) -> N
 def test_rows_that_cannot_be_sampled_fail_alone(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = [
-        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
-        for place, case in enumerate(CASES) for key in range(3)
-    ]  # fmt: skip
-    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
+    check_rows_fail_alone(backend, monkeypatch)
 
 
 def test_trees_give_several_paths_where_they_pay(

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from draft_plans import draft_always, script
+from draft_plans import check_only_reserved_blocks, check_preempted_go_on, draft_always, script
 from engine_cases import (
     BASE,
     CASES,
@@ -19,21 +18,22 @@ from engine_cases import (
     LENGTH,
     PROMPT,
     Response,
+    check_every_cut,
     check_only_the_spoilt_fail,
     chunk,
     clear,
     engine_of,
-    in_chunks,
     one_go,
     products,
     run,
+    sampling_of,
     spoil,
 )
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from shared_engines import until_generated
+from shared_engines import MODEL, texts, until_generated
 
 from seer.client import RolloutClient
 from seer.common.config import DraftsConfig, load
@@ -45,7 +45,6 @@ from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 VOCAB = 200
 KINDS = ("right", "wrong", "random", "truncated")
 
@@ -67,16 +66,12 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
 @pytest.mark.parametrize(("case", "kind"), products(CASES, KINDS, "everything", "right"))
 def test_drafts_at_every_offset_change_nothing(backend, case, kind):
     script(backend, "none")
-    sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
+    sampling = sampling_of(backend, case)
     whole = one_go(backend, sampling)
     before = backend.stats()
     # More is known than the response may have: a draft goes on where a stop must cut it.
     script(backend, kind, {0: whole.tokens + [7] * LENGTH})
-    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
-    for plan, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
-        assert response.tokens == whole.tokens, plan
-        assert response.finish == whole.finish, plan
-        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), plan
+    check_every_cut(backend, sampling, whole)
     after = backend.stats()
     drafted = after.drafted_tokens - before.drafted_tokens
     accepted = after.accepted_tokens - before.accepted_tokens
@@ -89,32 +84,14 @@ def test_drafts_at_every_offset_change_nothing(backend, case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_requests_with_drafts_go_on_the_same(backend, kind):
-    sampling = SamplingParams(max_tokens=30, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
-    chunks = [
-        chunk(str(i), sampling, index=i, key=KEY + i, prompt=[1 + i, *range(3, 50 + i)]) for i in range(16)
-    ]
-    script(backend, "none")
-    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
-    before = backend.stats().preemptions
-    script(backend, kind, {i: alone[str(i)].tokens for i in range(16)})
-    together = run(backend, chunks)
-    assert backend.stats().preemptions > before
-    assert all(together[name].tokens == response.tokens for name, response in alone.items())
+    check_preempted_go_on(backend, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_take_no_block_that_was_not_reserved(backend, kind):
     sampling = SamplingParams(max_tokens=150, ignore_eos=True)
-    names = [f"r{i}" for i in range(12)]
-    chunks = [chunk(name, sampling, index=i, key=i, wait_for_room=True) for i, name in enumerate(names)]
-    script(backend, "none")
-    plain = run(backend, chunks)
-    before = backend.stats().preemptions
-    script(backend, kind, {i: plain[name].tokens for i, name in enumerate(names)})
-    drafted = run(backend, chunks)
-    assert backend.stats().preemptions == before
-    assert all(drafted[name].tokens == plain[name].tokens for name in names)
-    assert backend.stats().free_blocks == backend.capacity.kv_blocks
+    chunks = [chunk(f"r{i}", sampling, index=i, key=i, wait_for_room=True) for i in range(12)]
+    check_only_reserved_blocks(backend, chunks, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,10 +258,9 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
 @pytest.mark.timeout(600)
 async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alone(pair):
     async def roll(endpoint: str, kill: Callable[[], None] | None = None) -> tuple[list[list[int]], int]:
-        lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:3]
-        async with RolloutClient(endpoint, tokenizer=EXAMPLE / "model") as client:
+        async with RolloutClient(endpoint, tokenizer=MODEL) as client:
             rollout = await client.submit(
-                [json.loads(line)["prompt"] for line in lines], n=8,
+                texts(3), n=8,
                 sampling=SamplingParams(max_tokens=160, ignore_eos=True), rollout_number=0,
             )  # fmt: skip
             done = asyncio.create_task(rollout.result())
@@ -300,7 +276,7 @@ async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alon
     plain, none = await roll(pair.anew(chunk_size=32, policy="migrate"))
     assert none == 0
     settings = [
-        f"shared.model={EXAMPLE / 'model'}", "engine.max_model_len=400", "engine.max_num_seqs=8",
+        f"shared.model={MODEL}", "engine.max_model_len=400", "engine.max_num_seqs=8",
         "buffer.chunk_size=32", "buffer.policy=migrate", "pool.kind=none", "drafts.source=grouped",
     ]  # fmt: skip
     async with LocalSystem(load(None, {}, settings), 2) as system:

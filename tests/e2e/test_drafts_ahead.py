@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from ahead import check_on_two_ranks
-from draft_plans import script
-from engine_cases import MODEL, check_only_the_spoilt_fail, chunk, clear, engine_of, run
-from ways import BLOCKS, CASES, WAYS, Results, in_chunks, in_one_go, prompt
+from draft_plans import check_only_reserved_blocks, script
+from engine_cases import chunk, clear, engine_of, run
+from shared_engines import MODEL
+from ways import BLOCKS, CASES, WAYS, Results, check_rows_fail_alone, in_chunks, in_one_go, prompt, siblings
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -120,18 +121,13 @@ def test_tokens_are_those_without_drafts(
     assert after.free_blocks == BLOCKS
 
 
-def siblings(length: int = 60) -> list[object]:
-    sampling = SamplingParams(max_tokens=length, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
-    return [chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i)) for i in range(8)]
-
-
 @pytest.mark.parametrize("kind", ["right", "wrong", "random", "truncated", "none"])
 def test_any_draft_changes_nothing(backend: VllmBackend, kind: str) -> None:
     script(backend, "none")
-    plain = run(backend, siblings())
+    plain = run(backend, siblings(8))
     script(backend, kind, {i: plain[f"r{i}"].tokens + [7] * MOST for i in range(8)})
     before = backend.stats()
-    found = run(backend, siblings())
+    found = run(backend, siblings(8))
     assert {name: each.tokens for name, each in found.items()} == {
         name: each.tokens for name, each in plain.items()
     }
@@ -150,16 +146,8 @@ def test_drafts_take_no_block_that_was_not_reserved(backend: VllmBackend) -> Non
     chunks = [
         chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i), wait_for_room=True) for i in range(12)
     ]
-    script(backend, "none")
-    plain = run(backend, chunks)
-    known = {i: plain[f"r{i}"].tokens for i in range(12)}
-    before = backend.stats()
     for kind in ("right", "wrong"):
-        script(backend, kind, known)
-        drafted = run(backend, chunks)
-        assert all(drafted[name].tokens == plain[name].tokens for name in plain)
-    assert backend.stats().preemptions == before.preemptions
-    assert backend.stats().free_blocks == BLOCKS
+        check_only_reserved_blocks(backend, chunks, kind)
 
 
 def test_drafts_that_come_late_or_not_at_all_change_nothing(
@@ -180,13 +168,13 @@ def test_drafts_that_come_late_or_not_at_all_change_nothing(
 def test_what_is_said_while_drafts_are_off_is_in_the_trees(backend: VllmBackend) -> None:
     backend._drafting.begin_step(0, float, float)
     backend._drafting._on = False
-    first = run(backend, siblings())
+    first = run(backend, siblings(8))
     before = backend.stats()
     assert before.steps
     backend._drafting._on = True
     second = run(
         backend,
-        [chunk(f"s{i}", siblings()[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)],
+        [chunk(f"s{i}", siblings(8)[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)],
     )
     assert [second[f"s{i}"].tokens for i in range(8)] == [first[f"r{i}"].tokens for i in range(8)]
     assert backend.stats().accepted_tokens - before.accepted_tokens > 8 * 60 / 3
@@ -195,11 +183,7 @@ def test_what_is_said_while_drafts_are_off_is_in_the_trees(backend: VllmBackend)
 def test_rows_that_cannot_be_sampled_fail_alone(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = [
-        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
-        for place, case in enumerate(CASES) for key in range(3)
-    ]  # fmt: skip
-    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
+    check_rows_fail_alone(backend, monkeypatch)
 
 
 def test_an_update_and_sleep_wait_for_the_step_under_way(
@@ -221,8 +205,8 @@ def test_an_update_and_sleep_wait_for_the_step_under_way(
 def test_lengths_follow_what_was_right(engine: VllmBackend) -> None:
     """By its own choice the engine drafts long where siblings say the same, and one token where nothing is right."""
     length = engine._drafting._length
-    plain = run(engine, siblings())
-    again = [chunk(f"s{i}", siblings()[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)]
+    plain = run(engine, siblings(8))
+    again = [chunk(f"s{i}", siblings(8)[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)]
     assert [run(engine, again)[f"s{i}"].tokens for i in range(8)] == [plain[f"r{i}"].tokens for i in range(8)]
     assert length.expected()[-1] > 0.6
 
@@ -233,7 +217,7 @@ import sys
 from pathlib import Path
 
 from ahead import scheduling_ahead
-from engine_cases import MODEL
+from shared_engines import MODEL
 from ways import BLOCKS, WAYS
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig

@@ -69,21 +69,31 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     engine.core._reset_caches()
 
 
-def prompts(family: str) -> dict[str, tuple[list[int], tuple[PlacedMedium, ...]]]:
+Given = tuple[list[int], tuple[PlacedMedium, ...]]
+"""A prompt's tokens, and its pictures in their places."""
+
+
+def prompt(family: str, words: str, *pictures: object) -> Given:
+    """Return a prompt as an engine gets it; a picture takes the place of each #."""
+    tokens, media, _ = vision_models.prompt(processor_of(family), words, *pictures)
+    return tokens, tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+
+
+def asked(family: str, *lines: tuple[object, ...]) -> list[Prompt]:
+    """Return prompts as a trainer submits them, each of words and pictures."""
+    made = [vision_models.prompt(processor_of(family), *line) for line in lines]
+    return [Prompt(str(i), token_ids=tokens, media=media) for i, (tokens, media, _) in enumerate(made)]
+
+
+def prompts(family: str) -> dict[str, Given]:
     """One picture, two of other sizes, none, the first again with other words, and one that tools showed."""
-    processor = processor_of(family)
     made = {
         "one": ("a b # c d", picture(1)),
         "two": ("# e # f g", picture(2, 24, 40), picture(3, 8, 16)),
         "none": ("h i j k",),
         "again": ("l m n # o", picture(1)),
     }
-    found = {}
-    for name, (words, *pictures) in made.items():
-        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
-        placed = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
-        found[name] = tokens, placed
-    return found
+    return {name: prompt(family, *line) for name, line in made.items()}
 
 
 def chunk(name: str, index: int, given, output: list[int] = (), new: int = 10_000, group: str = "") -> Chunk:
@@ -163,14 +173,11 @@ def test_preemption_and_siblings_in_another_order_change_no_token(backend, famil
 
 
 def test_one_image_shown_twice_in_a_prompt_is_seen_twice(backend, family):
-    processor = processor_of(family)
-    told = {}
-    for name, pictures in {"same": (1, 1), "first": (1, 2), "second": (2, 1)}.items():
-        tokens, media, _ = vision_models.prompt(processor, "a # b # c", *map(picture, pictures))
-        told[name] = tokens, tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    shown = {"same": (1, 1), "first": (1, 2), "second": (2, 1)}
+    told = {name: prompt(family, "a # b # c", *map(picture, pictures)) for name, pictures in shown.items()}
     whole = rolled(backend, told)
     same(rolled(backend, told, 7, forget=True), whole)
-    assert len({tuple(whole[name, 0].tokens) for name in told}) == 3
+    assert len({tuple(whole[name, 0].tokens) for name in told}) == 3, "other pictures give other tokens"
 
 
 def test_logits_are_those_of_transformers(backend, family, model):
@@ -195,8 +202,7 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
 
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     pictures = picture(2, 24, 40), picture(3, 8, 16)
-    tokens, media, _ = vision_models.prompt(processor_of(family), "# e # f g", *pictures)
-    shown = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    tokens, shown = prompt(family, "# e # f g", *pictures)
     output = run(backend, [chunk("two", 0, (tokens, shown))])["two#0"].tokens[:9]
     ways = logits_by_ways(backend.probe, [*tokens, *output], len(tokens), 1000 + 3, SAMPLING, shown)
     with torch.no_grad():
@@ -219,17 +225,6 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
         backend.probe.logits([*tokens, *sampled], None, shown)
     with pytest.raises(InvalidField, match="vLLM would read the others as text"):
         backend.probe.logits([*tokens, *sampled], len(tokens))
-
-
-def test_other_pictures_give_other_tokens(backend, family):
-    processor = processor_of(family)
-    found = []
-    for seed in (1, 2):
-        tokens, media, _ = vision_models.prompt(processor, "a b # c d", picture(seed))
-        found.append(
-            run(backend, [chunk("p", 0, (tokens, [PlacedMedium(e.on_wire, e.medium) for e in media]))])
-        )
-    assert found[0]["p#0"].tokens != found[1]["p#0"].tokens
 
 
 def test_an_image_that_is_left_out_is_refused(backend, family):
@@ -353,13 +348,8 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
 ):
     if problem := import_problem():
         pytest.skip(f"Mooncake cannot be imported ({problem})")
-    processor = processor_of(family)
-    shown = []
-    for number, (words, *pictures) in enumerate(
-        [("a # # b", picture(4, 32, 32), picture(5, 32, 32)), ("# c", picture(5, 32, 32)), ("e f g",)]
-    ):
-        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
-        shown.append(Prompt(str(number), token_ids=tokens, media=media))
+    first, second = picture(4, 32, 32), picture(5, 32, 32)
+    shown = asked(family, ("a # # b", first, second), ("# c", second), ("e f g",))
     expected = direct(backend, shown, 4)
     backend.load_weights(moved, "moved")
     other = direct(backend, shown, 4)
@@ -405,13 +395,8 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
 @pytest.mark.breadth
 @pytest.mark.timeout(300)
 async def test_a_whole_system_gives_the_same_tokens_and_moves_each_image_once(family, model):
-    processor = processor_of(family)
-    shown = []
-    for number, (words, *pictures) in enumerate(
-        [("a # b", picture(1)), ("# c # d", picture(2, 24, 40), picture(1)), ("e f g",)]
-    ):
-        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
-        shown.append(Prompt(str(number), token_ids=tokens, media=media))
+    lines = ("a # b", picture(1)), ("# c # d", picture(2, 24, 40), picture(1)), ("e f g",)
+    shown = asked(family, *lines)
     found = []
     for engines, chunk_size, source in ((1, 400, "off"), (2, 16, "grouped")):
         settings = [

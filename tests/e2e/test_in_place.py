@@ -18,8 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 import psutil
 import torch
 from in_place_trainer import BUCKET_BYTES
-from safetensors.torch import load_file
-from shared_engines import SharedEngines
+from shared_engines import MODEL, SharedEngines, tensors
 
 from seer.client import Broadcast, RolloutClient, SamplingParams, SharedTensors, WeightsRefused
 from seer.common.config import load
@@ -29,15 +28,10 @@ from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 TRAINER = Path(__file__).parents[1] / "in_place_trainer.py"
 SCALE = 1.02
 SECONDS = 3.0
 """For each step of a broadcast that is to fail."""
-
-
-def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    return {name: tensor * scale for name, tensor in load_file(MODEL / "model.safetensors").items()}
 
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], tuple[int, str]]:

@@ -2,9 +2,7 @@
 
 import asyncio
 import importlib.util
-import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,8 +13,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
-from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines, until_generated
+from shared_engines import MODEL, SharedEngines, changed_model, texts, until_generated
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.pool_metrics import ask_master
@@ -25,8 +22,6 @@ from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
-MODEL = EXAMPLE / "model"
 PROMPTS, GROUP, TOKENS = 6, 4, 160
 ROLLOUTS = 16
 
@@ -45,11 +40,9 @@ class System:
 
         Each number has tokens of its own: no KV of an earlier rollout is in the engines' own caches.
         """
-        lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
-        prompts = [json.loads(line)["prompt"] for line in lines]
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         rollout = await self.client.submit(
-            prompts, n=GROUP, sampling=sampling, rollout_number=number, repeat=True
+            texts(PROMPTS), n=GROUP, sampling=sampling, rollout_number=number, repeat=True
         )
         done = asyncio.create_task(rollout.result())
         if meanwhile is not None:
@@ -72,12 +65,7 @@ class System:
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model with other weights."""
-    folder = tmp_path_factory.mktemp("changed") / "model"
-    shutil.copytree(MODEL, folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
+    return changed_model(tmp_path_factory.mktemp("changed") / "model")
 
 
 async def undisturbed(pair: SharedEngines, numbers: list[int], weights: Path | None = None) -> list[Tokens]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -15,21 +14,16 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("peft") 
 
 from lora import adapt, save_adapter, save_merged
 from peft import get_peft_model_state_dict
-from shared_engines import JOIN_SECONDS, SharedEngines
+from shared_engines import JOIN_SECONDS, MODEL, SharedEngines, texts
 
 from seer.client import LoraAdapter, RolloutClient, SamplingParams, WeightsRefused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
-MODEL = EXAMPLE / "model"
-
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], tuple[int, str]]:
-    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:4]
-    prompts = [json.loads(line)["prompt"] for line in lines]
     sampling = SamplingParams(max_tokens=60)
-    rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
+    rollout = await client.submit(texts(4), n=2, sampling=sampling, rollout_number=0, repeat=True)
     groups = await rollout.result()
     (weights,) = {(group.weight_version, group.weights_digest) for group in groups}
     return [response.token_ids.tolist() for group in groups for response in group.responses], weights

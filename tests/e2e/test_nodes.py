@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 import psutil
 from chaos import network
 from node_system import NODES, NodeSystem
-from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines, until_generated
+from shared_engines import MODEL, SharedEngines, changed_model, tensors, until_generated
 
 from seer.client import RolloutClient, SamplingParams, SharedTensors
 
@@ -26,15 +24,10 @@ if why := network.problem():
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 SMALL = ("engine.max_num_seqs=16", "engine.max_model_len=128", "buffer.chunk_size=32")
 ALONE = ("pool.kind=none", "drafts.source=off", "engine.kv_blocks=200")
 
 Tokens = list[list[int]]
-
-
-def tensors(scale: float) -> dict[str, object]:
-    return {name: tensor * scale for name, tensor in load_file(MODEL / "model.safetensors").items()}
 
 
 async def roll(client: RolloutClient, number: int = 0, n: int = 4) -> Tokens:
@@ -99,9 +92,7 @@ async def with_pool(*settings: str) -> AsyncIterator[NodeSystem]:
 @pytest.mark.breadth
 async def test_pool_drafts_and_all_kinds_of_updates_on_two_nodes(pair: SharedEngines, tmp_path: Path) -> None:
     expected = await of_one_rank(pair)
-    folder = tmp_path / "model"
-    shutil.copytree(MODEL, folder)
-    save_file(tensors(1.02), folder / "model.safetensors", metadata={"format": "pt"})
+    folder = changed_model(tmp_path / "model")
     settings = ("engine.kv_blocks=12", "buffer.policy=migrate", "engine.in_place_updates=true")
     async with with_pool(*settings) as system:
         client = system.client

@@ -16,7 +16,7 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
-from engine_cases import MODEL
+from shared_engines import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines
+from shared_engines import SharedEngines, changed_model
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.types import InstanceStats
@@ -20,7 +18,6 @@ from seer.services.engine.server import STATUS_SECONDS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 PROMPTS = [[10 + i] * 70 for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
 SETTLED_SECONDS = 3 * STATUS_SECONDS
@@ -47,11 +44,7 @@ async def roll(endpoint: str) -> tuple[list[list[int]], Status]:
 
 @pytest.mark.breadth
 async def test_engines_are_as_if_new_whatever_was_left(pair: SharedEngines, tmp_path: Path) -> None:
-    changed = tmp_path / "model"
-    shutil.copytree(MODEL, changed)
-    tensors = load_file(changed / "model.safetensors")
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, changed / "model.safetensors")
-
+    changed = changed_model(tmp_path / "model")
     first, before = await roll(pair.anew(policy="static"))
     pids = pair.system.pids
     async with RolloutClient(pair.system.endpoint) as client:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from shared_engines import ONE_CORE
+from shared_engines import EXAMPLE, ONE_CORE
+from verify_runs import check_clean, check_faulty
+from verify_runs import verify as verified
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -23,29 +25,13 @@ from seer.verify.cells import CELLS
 pytestmark = pytest.mark.vllm
 
 PLANTED = Path(__file__).parents[1] / "planted"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 
 
 def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str]:
-    path, out = folder / "prompts.jsonl", folder / "report.json"
+    path = folder / "prompts.jsonl"
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:prompts]
     path.write_text("\n".join(lines))
-    command = [
-        sys.executable,
-        "-m",
-        "seer.cli.main",
-        "verify",
-        path,
-        "--model",
-        EXAMPLE / "model",
-        "--json",
-        out,
-    ]
-    done = subprocess.run(
-        [*map(str, [*command, *options])], capture_output=True, text=True, timeout=1500, check=False
-    )
-    assert out.exists(), done.stderr
-    return done.returncode, json.loads(out.read_text()), done.stdout
+    return verified(folder, path, EXAMPLE / "model", *options)
 
 
 @pytest.mark.timeout(900)
@@ -56,14 +42,9 @@ def test_a_planted_fault_is_called_a_bug_and_clean_cells_agree(tmp_path, matrix)
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
     faulty, *clean = report["cells"]
-    assert faulty["bug"] > 0
-    for mismatch in faulty["comparison"]["mismatches"]:
-        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
-        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
+    check_faulty(faulty)
     for cell in clean:
-        assert not cell["unmet"]
-        assert cell["bug"] == 0
-        assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
+        check_clean(cell, report)
     assert report["dtype"] == "float32"
 
 
@@ -102,10 +83,7 @@ def test_a_fault_planted_in_turns_is_called_a_bug_and_a_clean_cell_agrees(tmp_pa
     assert code == 1
     assert "the planted fault was found (in turns-migrate" in text
     faulty, clean = report["cells"]
-    assert faulty["bug"] > 0
-    for mismatch in faulty["comparison"]["mismatches"]:
-        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
-        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
+    check_faulty(faulty)
     assert not clean["unmet"]
     assert clean["bug"] == 0
     assert clean["counters"]["tokens"] == report["reference"]["counters"]["tokens"]

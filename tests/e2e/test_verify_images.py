@@ -1,13 +1,11 @@
 """`seer verify` of prompts with images: all cells, on tiny models of all families whose images run."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import vision_models
+from verify_runs import check_clean, check_faulty, verify
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs the engine extra and torchvision", allow_module_level=True)
@@ -31,14 +29,8 @@ def model(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, str]:
     """Run `seer verify` on prompts with pictures; return its exit code, report and words."""
-    out = folder / "report.json"
-    command = [
-        sys.executable, "-m", "seer.cli.main", "verify", vision_models.write_lines(folder), "--model", model,
-        "--json", out, "--set", "engine.max_model_len=400", *options,
-    ]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1500, check=False)
-    assert out.exists(), done.stderr
-    return done.returncode, json.loads(out.read_text()), done.stdout
+    prompts = vision_models.write_lines(folder)
+    return verify(folder, prompts, model, "--set", "engine.max_model_len=400", *options)
 
 
 @pytest.mark.timeout(120)
@@ -59,9 +51,7 @@ def test_verify_takes_prompts_with_images_and_finds_a_planted_fault(model, tmp_p
     assert faulty["bug"] > 0
     assert faulty["counters"]["migrations"] > 0 or not turns
     for cell in clean:
-        assert not cell["unmet"]
-        assert cell["bug"] == 0
-        assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
+        check_clean(cell, report)
 
 
 @pytest.mark.breadth
@@ -73,11 +63,8 @@ def test_the_teacher_sees_the_images_when_it_judges(model, tmp_path):
     code, report, text = verified(model, tmp_path, *size, "--matrix", "chunk-16,migrate", "--plant-fault")
     assert code == 1
     faulty, clean = report["cells"]
-    assert faulty["bug"] > 0
+    check_faulty(faulty)
     assert clean["bug"] == 0
-    for mismatch in faulty["comparison"]["mismatches"]:
-        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
-        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
     options = ("-n", 24, "--max-tokens", 160, "--matrix", "tp-2", "--set", "engine.dtype=bfloat16")
     _, report, text = verified(model, tmp_path, *options)
     (cell,) = report["cells"]

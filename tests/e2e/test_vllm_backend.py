@@ -19,14 +19,15 @@ from engine_cases import (
     KEY,
     LENGTH,
     PROMPT,
+    check_every_cut,
     check_only_the_spoilt_fail,
     chunk,
     clear,
     engine_of,
-    in_chunks,
     one_go,
     piece_texts,
     run,
+    sampling_of,
     spoil,
     with_min_tokens,
     with_stop_id,
@@ -59,13 +60,8 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_chunk_boundary_anywhere_changes_nothing(backend, case):
-    sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
-    whole = one_go(backend, sampling)
-    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
-    for plan, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
-        assert response.tokens == whole.tokens, plan
-        assert response.finish == whole.finish, plan
-        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), plan
+    sampling = sampling_of(backend, case)
+    check_every_cut(backend, sampling, one_go(backend, sampling))
 
 
 def test_cases_exercise_what_they_name(backend):

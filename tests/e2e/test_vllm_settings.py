@@ -11,7 +11,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from engine_cases import MODEL, engine_of, in_chunks, one_go
+from engine_cases import engine_of, in_chunks, one_go
+from shared_engines import MODEL
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
-from shared_engines import ONE_CORE, SharedEngines
+from shared_engines import MODEL, ONE_CORE, SharedEngines, changed_model, texts
 
 from seer.client import MooncakeSource, Prompt, RolloutClient, RolloutFailed, SamplingParams, WeightsRefused
 from seer.common.config import load
@@ -25,21 +24,13 @@ from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
-MODEL = EXAMPLE / "model"
-
 WIDTH = 10_000
 """Of the middle of each layer's perceptron: KV stays as small as the shipped model's."""
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model with other weights."""
-    folder = tmp_path_factory.mktemp("changed") / "model"
-    shutil.copytree(MODEL, folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
+    return changed_model(tmp_path_factory.mktemp("changed") / "model")
 
 
 def system(model: Path, ranks: int = 1) -> LocalSystem:
@@ -50,10 +41,8 @@ def system(model: Path, ranks: int = 1) -> LocalSystem:
 
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], list[list[float]], tuple[int, str]]:
-    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:6]
-    prompts = [json.loads(line)["prompt"] for line in lines]
     sampling = SamplingParams(max_tokens=100)
-    rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
+    rollout = await client.submit(texts(6), n=2, sampling=sampling, rollout_number=0, repeat=True)
     groups = await rollout.result()
     responses = [response for group in groups for response in group.responses]
     (weights,) = {(group.weight_version, group.weights_digest) for group in groups}

@@ -5,12 +5,12 @@ V2's kernels are Triton's. Ours for CPUs take their place, unless Triton is here
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 if importlib.util.find_spec("triton") is not None:
@@ -20,11 +20,10 @@ if importlib.util.find_spec("triton") is not None:
         driver=SimpleNamespace(is_active=lambda: True)
     )  # before vllm looks for it
 
-from ahead import scheduling_ahead
+from engine_cases import engine_of
 from ways import BLOCKS, WAYS
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
-from seer.services.engine.vllm.backend import VllmBackend
+from seer.common.config import DraftsConfig
 from seer.services.engine.vllm.core import CoreHandle
 
 
@@ -42,25 +41,19 @@ def with_our_kernels(describe: object) -> object:
 
 
 def main(model: str, how: str, names: list[str]) -> None:
-    core, ahead = str(min(os.sched_getaffinity(0))), how != "now"
     drafts = DraftsConfig(max_draft=4, cache=tempfile.mkdtemp()) if how == "drafts" else None
-    config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead
-    )
     if importlib.util.find_spec("triton") is not None:
         CoreHandle.describe = with_our_kernels(CoreHandle.describe)
-    with scheduling_ahead() if ahead else contextlib.nullcontext():
-        backend = VllmBackend(config, SharedConfig(model=model), drafts=drafts)
-        backend.start()
+    with engine_of(Path(model), drafts, kv_blocks=BLOCKS, async_scheduling=how != "now") as backend:
         if drafts is not None:  # any number in any step
             backend._drafting.start_always()
             backend._drafting._length = None
         runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
         print("begins", flush=True)
         results = {way.__name__: way(backend) for way in WAYS if way.__name__ in names}
-    assert drafts is None or backend.stats().accepted_tokens
-    print(json.dumps([type(runner).__module__, backend.versions["scheduling"], results]), flush=True)
-    os._exit(0)  # vLLM's threads would be waited for
+        assert drafts is None or backend.stats().accepted_tokens
+        print(json.dumps([type(runner).__module__, backend.versions["scheduling"], results]), flush=True)
+        os._exit(0)  # vLLM's threads would be waited for
 
 
 if __name__ == "__main__":
