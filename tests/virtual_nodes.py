@@ -89,11 +89,12 @@ class Process:
 class System:
     """A buffer, a leader and its followers on one network; a trainer's orders are the buffer's."""
 
-    def __init__(self, model=""):
+    def __init__(self, model, nodes):
         self.network = MemoryNetwork()
-        self.config = Config(engine=ENGINE, shared=SharedConfig(model=str(model)))
+        engine = structs.replace(ENGINE, nodes=nodes, tensor_parallel=nodes)
+        self.config = Config(engine=engine, shared=SharedConfig(model=str(model)))
         self.buffer = Buffer(self.network, shared=self.config.shared)
-        self.ranks, self.given_up = [], []
+        self.ranks, self.given_up, self.processes = [], [], []
 
     def leader(self, **changes):
         config = structs.replace(self.config, engine=structs.replace(self.config.engine, **changes))
@@ -105,33 +106,38 @@ class System:
             server._driver.give_up = lambda: self.given_up.append(1)
             return server
 
-        return Process(self.network, make, "leader")
+        return self._begun(make, "leader")
 
     def follower(self, rank=1, problem="", **changes):
         engine = structs.replace(self.config.engine, node_rank=rank, **changes)
         config = structs.replace(self.config, engine=engine)
         self.ranks.append(ranks := Ranks(problem))
-        return Process(
-            self.network, lambda transport: Follower(config, transport, LoopClock(), ranks), f"node {rank}"
-        )
+        return self._begun(lambda transport: Follower(config, transport, LoopClock(), ranks), f"node {rank}")
+
+    def _begun(self, make, name):
+        self.processes.append(Process(self.network, make, name))
+        return self.processes[-1]
+
+
+@asynccontextmanager
+async def buffer_alone(model="", nodes=2):
+    """Yield a system without nodes; in the end kill all processes that were begun."""
+    system = System(model, nodes)
+    await system.buffer.start()
+    yield system
+    for process in system.processes:
+        await process.kill()
+    await system.buffer.kill()
 
 
 @asynccontextmanager
 async def running(model="", followers=1):
-    system = System(model)
-    system.config = structs.replace(
-        system.config,
-        engine=structs.replace(ENGINE, nodes=followers + 1, tensor_parallel=followers + 1),
-    )
-    await system.buffer.start()
-    first = system.leader()
-    others = [system.follower(rank) for rank in range(1, followers + 1)]
-    await eventually(lambda: system.buffer.heard(wire.Register) != [])
-    await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
-    yield system, first, others
-    for process in (first, *others):
-        await process.kill()
-    await system.buffer.kill()
+    async with buffer_alone(model, followers + 1) as system:
+        first = system.leader()
+        others = [system.follower(rank) for rank in range(1, followers + 1)]
+        await eventually(lambda: system.buffer.heard(wire.Register) != [])
+        await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
+        yield system, first, others
 
 
 async def said(buffer, kind, count=1, seconds=60.0):

@@ -137,13 +137,6 @@ def test_both_ways_have_streams_of_their_own_and_threads_take_turns_on_each():
     assert [memory.row(slot) for slot in range(12)] == expected
 
 
-def test_an_address_that_is_no_block_is_refused():
-    memory = Memory()
-    for address in ([701, 90_000], [700 + 24 * BLOCKS, 90_000], [5, 90_000]):
-        with pytest.raises(ValueError, match="not blocks of one KV region"):
-            memory.regions.blocks([address])
-
-
 def test_a_gpus_thread_gets_that_gpu_and_its_own_stream_and_host_memory_is_pinned(monkeypatch):
     said = []
 

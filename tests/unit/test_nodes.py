@@ -7,7 +7,7 @@ import pytest
 from cluster_harness import folder
 from memory_transport import MemoryTransport
 from msgspec import structs
-from virtual_nodes import ENGINE, System, running, said
+from virtual_nodes import ENGINE, buffer_alone, running, said
 from virtual_time import eventually, virtual
 
 from seer.common import wire
@@ -58,62 +58,48 @@ def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
 
 @virtual
 async def test_ranks_start_once_all_nodes_have_joined():
-    system = System()
-    system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
-    await system.buffer.start()
-    first, one = system.leader(), system.follower(1)
-    await asyncio.sleep(20)
-    assert system.ranks[0].meeting is None
-    two = system.follower(2)
-    await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
-    (port,) = {ranks.meeting.port for ranks in system.ranks}
-    assert port
-    assert {ranks.meeting.host for ranks in system.ranks} == {"127.0.0.1"}
-    for process in (first, one, two):
-        assert not process.task.done()
-        await process.kill()
-    await system.buffer.kill()
+    async with buffer_alone(nodes=3) as system:
+        system.leader()
+        system.follower(1)
+        await asyncio.sleep(20)
+        assert system.ranks[0].meeting is None
+        system.follower(2)
+        await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
+        (port,) = {ranks.meeting.port for ranks in system.ranks}
+        assert port
+        assert {ranks.meeting.host for ranks in system.ranks} == {"127.0.0.1"}
+        assert not any(process.task.done() for process in system.processes)
 
 
 @virtual
 async def test_a_node_with_other_settings_is_refused_and_the_others_wait():
-    system = System()
-    await system.buffer.start()
-    first = system.leader()
-    why = str(await system.follower(max_num_seqs=3).ended())
-    assert "engine.max_num_seqs is 3 on this node, and null at the engine's leader" in why
-    assert "engine.node_rank = 2" in str(await system.follower(rank=2).ended())
-    good = system.follower()
-    await said(system.buffer, wire.Register)
-    assert system.ranks[0].meeting is None
-    for process in (first, good):
-        await process.kill()
-    await system.buffer.kill()
+    async with buffer_alone() as system:
+        system.leader()
+        why = str(await system.follower(max_num_seqs=3).ended())
+        assert "engine.max_num_seqs is 3 on this node, and null at the engine's leader" in why
+        assert "engine.node_rank = 2" in str(await system.follower(rank=2).ended())
+        system.follower()
+        await said(system.buffer, wire.Register)
+        assert system.ranks[0].meeting is None
 
 
 @virtual
 async def test_two_nodes_of_one_rank_are_told_of_it():
-    system = System()
-    await system.buffer.start()
-    system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
-    first, earlier = system.leader(), system.follower(1)
-    await asyncio.sleep(5)
-    later = system.follower(1)
-    assert "another process has joined with engine.node_rank = 1" in str(await earlier.ended(10))
-    assert not later.task.done()
-    for process in (first, later):
-        await process.kill()
-    await system.buffer.kill()
+    async with buffer_alone(nodes=3) as system:
+        system.leader()
+        earlier = system.follower(1)
+        await asyncio.sleep(5)
+        later = system.follower(1)
+        assert "another process has joined with engine.node_rank = 1" in str(await earlier.ended(10))
+        assert not later.task.done()
 
 
 @virtual
 async def test_a_leader_waits_so_long_for_its_nodes_and_they_for_it():
-    system = System()
-    await system.buffer.start()
-    problem = await system.leader().ended(seconds=70)
-    assert "nodes [1] of this engine did not join within engine.load_seconds = 60" in str(problem)
-    assert isinstance(await system.follower().ended(seconds=70), Unreachable)
-    await system.buffer.kill()
+    async with buffer_alone() as system:
+        problem = await system.leader().ended(seconds=70)
+        assert "nodes [1] of this engine did not join within engine.load_seconds = 60" in str(problem)
+        assert isinstance(await system.follower().ended(seconds=70), Unreachable)
 
 
 @virtual
@@ -159,12 +145,10 @@ async def test_a_node_ends_with_a_leader_that_is_killed_or_stands_still():
 async def test_a_node_of_an_earlier_leader_makes_room_for_one_of_the_next():
     async with running() as (system, first, (other,)):
         await first.kill()
-        again = system.leader()
+        system.leader()
         assert "the leader has started again" in str(await other.ended(15))
-        new = system.follower()
+        system.follower()
         await said(system.buffer, wire.Register, 2)
-        for process in (again, new):
-            await process.kill()
 
 
 @virtual
@@ -176,10 +160,8 @@ async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
         assert not any(process.task.done() for process in (first, new))
         await other.kill()
         await first.ended(2 * UNCONNECTED_SECONDS)
-        again = system.leader()
+        system.leader()
         await eventually(lambda: new.task.done() or system.ranks[1].meeting is not None)
-        for process in (new, again):
-            await process.kill()
 
 
 @virtual
@@ -199,12 +181,10 @@ async def test_told_to_stop_on_any_node_all_end_in_order():
 
 @virtual
 async def test_a_node_that_cannot_load_its_ranks_says_so():
-    system = System()
-    await system.buffer.start()
-    first, other = system.leader(), system.follower(problem="no memory")
-    assert str(await other.ended()) == "no memory"
-    assert "has ended: no memory" in str(await first.ended())
-    await system.buffer.kill()
+    async with buffer_alone() as system:
+        first, other = system.leader(), system.follower(problem="no memory")
+        assert str(await other.ended()) == "no memory"
+        assert "has ended: no memory" in str(await first.ended())
 
 
 def made(path):
@@ -239,18 +219,15 @@ async def test_all_nodes_read_weights_before_any_loads(tmp_path):
 @virtual
 async def test_a_node_that_has_another_model_ends_the_start(tmp_path):
     model = folder(made(tmp_path / "one") / "model", 1.0)
-    system = System(model)
-    await system.buffer.start()
-    first, other = system.leader(), None
-    system.config = structs.replace(
-        system.config, shared=SharedConfig(model=str(folder(made(tmp_path / "two") / "model", 2.0)))
-    )
-    other = system.follower()
-    problem = str(await first.ended())
-    assert "node 1 of this engine: " in problem
-    assert "now has digest" in problem
-    await other.ended()
-    await system.buffer.kill()
+    theirs = folder(made(tmp_path / "two") / "model", 2.0)
+    async with buffer_alone(model) as system:
+        first = system.leader()
+        system.config = structs.replace(system.config, shared=SharedConfig(model=str(theirs)))
+        other = system.follower()
+        problem = str(await first.ended())
+        assert "node 1 of this engine: " in problem
+        assert "now has digest" in problem
+        await other.ended()
 
 
 @virtual

@@ -2,7 +2,6 @@
 
 import re
 
-import msgspec
 import pytest
 
 from seer.common.config import Config, EngineConfig, SharedConfig, dump, load
@@ -75,10 +74,6 @@ def test_a_section_is_no_setting_and_a_setting_no_section(override, says):
         load(None, {}, [override])
 
 
-def test_reports_name_what_is_set_and_nothing_else():
-    assert VllmSettings(kv_cache_dtype="fp8").texts() == {"engine.vllm.kv_cache_dtype": "fp8"}
-
-
 def test_engines_with_other_settings_share_no_kv():
     from seer.services.engine.vllm.backend import VllmBackend
 
@@ -105,4 +100,3 @@ def test_graphs_have_vllm_s_two_ways_to_be_set():
 
 def test_no_setting_is_both_passed_on_and_refused():
     assert not VllmSettings.REFUSED.keys() & set(VllmSettings.__struct_fields__)
-    assert msgspec.to_builtins(ALL)["kv_cache_dtype"] == "fp8"
