@@ -1,14 +1,12 @@
-"""vLLM's scheduler and block allocator without a model: written down in short, and the real one.
+"""vLLM's scheduler and block allocator without a model.
 
-Both run chunks, share full blocks of equal prefixes by reference count, keep freed ones findable until
-they are reused, preempt the last chunk when a running one finds no block, and let a save to the KV pool
+It runs chunks, shares full blocks of equal prefixes by reference count, keeps freed ones findable until
+they are reused, preempts the last chunk when a running one finds no block, and lets a save to the KV pool
 pin the blocks of a running chunk, as vLLM's connectors do, until it is done.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 MODEL = Path(__file__).parents[1] / "examples/countdown/model"
@@ -17,154 +15,6 @@ MODEL = Path(__file__).parents[1] / "examples/countdown/model"
 def token_after(tokens: list[int]) -> int:
     """Siblings agree for a while, then part: what decides whether they share blocks."""
     return (tokens[0] + len(tokens) // 9) % 3
-
-
-@dataclass
-class Chunk:
-    name: str
-    tokens: list[int]
-    end: int
-    computed: int = 0
-    drafts: int = 0
-    table: list[int] = field(default_factory=list)
-
-
-class ModelAllocator:
-    """`blocks` are usable ones; block 0, the null block, is one more and is never given out.
-
-    `lookahead` slots are taken beyond the tokens and drafts of a step; a prefill takes one step.
-    """
-
-    def __init__(self, blocks: int, block_size: int, seats: int, drafts: int, lookahead: int = 1) -> None:
-        self.blocks, self.block_size, self.seats, self.lookahead = blocks, block_size, seats, lookahead
-        self.references: Counter[int] = Counter()
-        self.free_queue = dict.fromkeys(range(1, blocks + 1))
-        self.cached: dict[tuple[int, ...], int] = {}
-        self.content: dict[int, tuple[int, ...]] = {}
-        self.running: list[Chunk] = []
-        self.waiting: list[Chunk] = []
-        self.pins: list[list[int]] = []
-        self.preemptions = 0
-
-    @property
-    def free(self) -> int:
-        return len(self.free_queue)
-
-    @property
-    def pinned(self) -> int:
-        in_tables = {block for chunk in self.running for block in chunk.table}
-        return len({block for pin in self.pins for block in pin} - in_tables)
-
-    def held(self, name: str) -> int:
-        return next((len(chunk.table) for chunk in self.running if chunk.name == name), 0)
-
-    def add(self, name: str, tokens: list[int], new: int) -> None:
-        self.waiting.append(Chunk(name, list(tokens), len(tokens) + new))
-
-    def drop(self, name: str) -> None:
-        for chunk in [chunk for chunk in self.running if chunk.name == name]:
-            self.running.remove(chunk)
-            self._free(chunk)
-        self.waiting = [chunk for chunk in self.waiting if chunk.name != name]
-
-    def pin(self, name: str) -> None:
-        table = next((chunk.table for chunk in self.running if chunk.name == name), [])
-        if table:
-            self._touch(table)
-            self.pins.append(list(table))
-
-    def unpin(self) -> None:
-        self._unreference(self.pins.pop(0))
-
-    def step(self, drafts: int, right: int) -> dict[str, list[int]]:
-        """Run one step; return the chunks that ended, with all their tokens.
-
-        At most `right` of the tokens drafted before are accepted; `drafts` are drafted for the next step.
-        """
-        before = self.preemptions
-        position = 0
-        while position < len(self.running):
-            position += self._grow(self.running[position])
-        while self.preemptions == before and self.waiting and len(self.running) < self.seats:
-            if not self._admit(self.waiting[0]):
-                break
-            self.running.append(self.waiting.pop(0))
-        ended = {}
-        for chunk in list(self.running):
-            self._sample(chunk, drafts, right)
-            if len(chunk.tokens) == chunk.end:
-                self.running.remove(chunk)
-                self._free(chunk)
-                ended[chunk.name] = chunk.tokens
-        return ended
-
-    def _grow(self, chunk: Chunk) -> bool:
-        while not self._allocate(chunk):
-            victim = self.running.pop()
-            self._free(victim)
-            victim.computed = victim.drafts = 0
-            self.waiting.insert(0, victim)
-            self.preemptions += 1
-            if victim is chunk:
-                return False
-        return True
-
-    def _admit(self, chunk: Chunk) -> bool:
-        hits: list[int] = []
-        for end in range(self.block_size, len(chunk.tokens), self.block_size):
-            block = self.cached.get(tuple(chunk.tokens[:end]))
-            if block is None:
-                break
-            hits.append(block)
-        fresh = self._missing(chunk) - len(hits)
-        if fresh + sum(self.references[block] == 0 for block in hits) > self.free:
-            return False
-        self._touch(hits)
-        chunk.table = hits
-        chunk.computed = len(hits) * self.block_size
-        return self._allocate(chunk)
-
-    def _missing(self, chunk: Chunk) -> int:
-        slots = len(chunk.tokens) + chunk.drafts + self.lookahead
-        return -(-slots // self.block_size) - len(chunk.table)
-
-    def _allocate(self, chunk: Chunk) -> bool:
-        missing = max(0, self._missing(chunk))
-        if missing > self.free:
-            return False
-        for _ in range(missing):
-            block = next(iter(self.free_queue))
-            del self.free_queue[block]
-            self.cached.pop(self.content.pop(block, ()), None)
-            self.references[block] = 1
-            chunk.table.append(block)
-        return True
-
-    def _sample(self, chunk: Chunk, drafts: int, right: int) -> None:
-        known = len(chunk.tokens)
-        for end in range(self.block_size, known + 1, self.block_size):
-            block = chunk.table[end // self.block_size - 1]
-            if self.cached.setdefault(tuple(chunk.tokens[:end]), block) == block:
-                self.content[block] = tuple(chunk.tokens[:end])
-        for _ in range(min(1 + min(right, chunk.drafts), chunk.end - known)):
-            chunk.tokens.append(token_after(chunk.tokens))
-        chunk.computed = len(chunk.tokens) - 1
-        chunk.drafts = drafts
-
-    def _touch(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.free_queue.pop(block, None)
-            self.references[block] += 1
-
-    def _free(self, chunk: Chunk) -> None:
-        table, chunk.table = chunk.table, []
-        self._unreference(table)
-
-    def _unreference(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.free_queue[block] = None
 
 
 class VllmAllocator:
@@ -229,6 +79,10 @@ class VllmAllocator:
         self.pool.free_blocks(reversed(self.pins.pop(0)))
 
     def step(self, drafts: int, right: int) -> dict[str, list[int]]:
+        """Run one step; return the chunks that ended, with all their tokens.
+
+        At most `right` of the tokens drafted before are accepted; `drafts` are drafted for the next step.
+        """
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()

@@ -4,7 +4,7 @@ The buffer places a chunk where, by its own count, there is room. But saves to t
 the buffer learns of these only with the next status report. So the engine checks again: a chunk waits in a
 queue until the blocks that are really free cover all that it and all started chunks can still take.
 
-Invariants (tests/property/test_chunk_gate.py asserts them on a model of vLLM's allocator, and on vLLM's):
+Invariants (tests/property/test_chunk_gate.py asserts them on vLLM's allocator):
 - as long as only started chunks take free blocks, each gets all it may ever need: none is preempted,
   whatever stays pinned after a chunk has ended;
 - first come, first served: a small chunk never overtakes a large one, so each that fits the empty engine

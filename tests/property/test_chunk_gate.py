@@ -5,7 +5,10 @@ of it late: nothing started is ever preempted, and nothing waits for ever.
 """
 
 import pytest
-from allocators import ModelAllocator, VllmAllocator
+from allocators import VllmAllocator
+
+pytest.importorskip("vllm")
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +19,8 @@ from seer.common.types import Capacity
 from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.vllm.kv_account import KvAccount
 
+pytestmark = pytest.mark.vllm
+
 BLOCK = 4
 BLOCKS = 10
 SEATS = 4
@@ -24,23 +29,22 @@ STEPS = 400
 
 
 class Engine(RuleBasedStateMachine):
-    """A buffer's books of one instance, the engine's line, and an allocator below."""
+    """A buffer's books of one instance, the engine's line, and vLLM's allocator below."""
+
+    window = 0
 
     @initialize(drafts=st.sampled_from((0, 3)))
     def start(self, drafts):
         self.capacity = Capacity(
             kv_blocks=BLOCKS, block_size=BLOCK, max_num_seqs=SEATS, max_model_len=40, draft_tokens=drafts
         )
-        self.allocator = self.make(drafts)
+        self.allocator = VllmAllocator(BLOCKS, BLOCK, SEATS, drafts, window=self.window)
         self.fleet = Fleet([InstanceView("e", self.capacity)])
         self.room = ChunkGate()
         self.requests: list[list[int]] = []
         self.placed: dict[str, tuple[list[int], int, int]] = {}
         self.started: list[str] = []
         self.count = 0
-
-    def make(self, drafts):
-        return ModelAllocator(BLOCKS, BLOCK, SEATS, drafts)
 
     @rule(
         n=st.integers(1, SEATS),
@@ -136,30 +140,22 @@ class Engine(RuleBasedStateMachine):
         assert self.allocator.free == BLOCKS
 
 
-class VllmEngine(Engine):
-    def make(self, drafts):
-        return VllmAllocator(BLOCKS, BLOCK, SEATS, drafts)
-
-
 class WindowedEngine(Engine):
     """Of a model some of whose layers attend to the last six tokens alone."""
 
-    def make(self, drafts):
-        return VllmAllocator(BLOCKS, BLOCK, SEATS, drafts, window=6)
+    window = 6
 
 
-TestModel = Engine.TestCase
-TestModel.settings = settings(max_examples=300, stateful_step_count=50)
-
-TestVllm = pytest.mark.vllm(VllmEngine.TestCase)
+TestVllm = Engine.TestCase
 TestVllm.settings = settings(max_examples=80, stateful_step_count=50)
 
-TestWindows = pytest.mark.vllm(WindowedEngine.TestCase)
+TestWindows = WindowedEngine.TestCase
 TestWindows.settings = settings(max_examples=40, stateful_step_count=50)
 
 
-def run_past_a_stale_report(allocator, in_line):
+def run_past_a_stale_report(in_line):
     """Return the preemptions of two chunks that fit the books of a buffer that has not heard of a save."""
+    allocator = VllmAllocator(BLOCKS, BLOCK, SEATS, 0)
     capacity = Capacity(kv_blocks=BLOCKS, block_size=BLOCK, max_num_seqs=SEATS, max_model_len=40)
     allocator.add("saved", [0] * 12, 2)
     assert not allocator.step(0, 0)
@@ -179,15 +175,12 @@ def run_past_a_stale_report(allocator, in_line):
     return allocator.preemptions
 
 
-@pytest.mark.parametrize("make", [ModelAllocator, pytest.param(VllmAllocator, marks=pytest.mark.vllm)])
-def test_without_the_line_a_late_report_costs_a_preemption(make):
-    assert run_past_a_stale_report(make(BLOCKS, BLOCK, SEATS, 0), in_line=True) == 0
-    assert run_past_a_stale_report(make(BLOCKS, BLOCK, SEATS, 0), in_line=False) > 0
+def test_without_the_line_a_late_report_costs_a_preemption():
+    assert run_past_a_stale_report(in_line=True) == 0
+    assert run_past_a_stale_report(in_line=False) > 0
 
 
-@pytest.mark.vllm
 def test_what_cannot_be_counted_is_refused_by_name():
-    pytest.importorskip("vllm")
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
