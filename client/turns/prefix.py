@@ -4,6 +4,9 @@ A prompt that begins with all tokens of its session is the next turn of the sess
 begins a new segment, a trajectory of its own: a template may leave out earlier reasoning, and agents may
 shorten their history.
 
+The client decides it, and not the buffer as for loops over HTTP: a segment has noise of its own, so its
+tokens must not depend on what a buffer that may have started again remembers.
+
 Invariants (tests/unit/test_prefix.py):
 - a session's first segment has the noise of the place that the session was given. Each later segment has
   other noise: the segment is named by the content of its first prompt, and by how often that prompt came
