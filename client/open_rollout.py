@@ -29,6 +29,7 @@ from seer.client.prompts import (
     Prepared,
     Prompt,
     batches,
+    check_id,
     check_place,
     check_request,
     prepare_one,
@@ -260,6 +261,10 @@ class OpenRollout:
         for field, given in (("turn", turn), ("session", session)):
             if given is not None and (n != 1 or not group):
                 raise InvalidField(field, prepared.id, "give its group, and n = 1")
+        if session not in (None, ""):
+            check_id(session, "session")
+        if session is not None and turn is not None:
+            raise InvalidField("session", session, "give it, or a turn")
         if prepared.id in self._in_flight:
             raise InvalidField("prompt.id", prepared.id, "is under way here; await it, or give another")
         self._wake()  # raises if the client is closed; it sends only when this has returned

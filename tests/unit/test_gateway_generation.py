@@ -13,6 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from seer.client import Group, Response, SamplingParams
+from seer.client.prompts import check_id
 from seer.gateway.answers import Choice, Style, completion_answer
 from seer.gateway.errors import HttpError
 from seer.gateway.generation import Asked, Generation
@@ -28,7 +29,10 @@ STYLE = Style(logprobs=True)
 class Requests:
     """Two responses to each prompt, whose tokens name prompt and response."""
 
-    async def run(self, prompts: Mapping[Place, Any], **_: object) -> dict[Place, Group]:
+    session: object = None
+
+    async def run(self, prompts: Mapping[Place, Any], **given: object) -> dict[Place, Group]:
+        self.session = given["session"]
         return {place: self._group(ids) for place, ids in reversed(prompts.items())}
 
     async def stream(self, prompts: Mapping[Place, Any], **_: object) -> AsyncIterator[tuple[Place, Group]]:
@@ -66,8 +70,8 @@ async def _never() -> dict[str, Any]:
     raise AssertionError
 
 
-def request() -> Request:
-    return Request({"type": "http", "headers": [], "method": "POST", "path": "/"}, _never)
+def request(*headers: tuple[bytes, bytes]) -> Request:
+    return Request({"type": "http", "headers": headers, "method": "POST", "path": "/"}, _never)
 
 
 def generation(texts: Texts) -> Generation:
@@ -93,6 +97,21 @@ async def test_choices_are_in_the_order_of_the_prompts_and_no_text_is_made_on_th
     ]
     assert texts.threads
     assert threading.get_ident() not in texts.threads
+
+
+async def test_a_session_may_have_a_name_of_any_length() -> None:
+    one = Asked([[1]], 1, SamplingParams(), SamplingFields(), textual=False, converses=True)
+    requests = Requests()
+    found = []
+    for name in ("s", "s" * 1000, "s" * 999 + "t", "s" * 1000):
+        headers = (b"x-session-id", name.encode())
+        await Generation(requests, Texts(), Models()).whole(request(headers), one, body)  # type: ignore[arg-type]
+        found.append(requests.session)
+    assert found[0] == "s"
+    assert len(set(found)) == 3
+    assert found[1] == found[3]
+    for session in found:
+        check_id(session, "session")
 
 
 async def test_an_error_of_a_thread_is_the_request_s_own() -> None:

@@ -297,6 +297,9 @@ async def test_a_stream_that_nobody_reads_is_bounded_and_loses_nothing():
         ("first_index", {"first_index": 4096}),
         ("first_index", {"first_index": -1}),
         ("group", {"group": "g" * 500}),
+        ("session", {"group": "g", "session": "s" * 513}),
+        ("session", {"group": "g", "session": "\ud800"}),
+        ("session", {"group": "g", "session": "s", "turn": TurnSpec(1)}),
         ("sampling.temperature", {"sampling": SamplingParams(temperature=-1.0)}),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,14 @@ from seer.client import Delta, Group, Placed, Response, SamplingParams
 from seer.client.text import ended_by_id
 from seer.common.wire import Tokens
 from seer.gateway.answers import Choice, Json
-from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hashes
+from seer.gateway.group_names import (
+    MAX_NAME_BYTES,
+    GroupNames,
+    Place,
+    group_seed,
+    places_in_headers,
+    request_hashes,
+)
 from seer.gateway.http import answer, unless_gone
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
@@ -174,8 +182,12 @@ class Generation:
 
 def _session(request: Request, asked: Asked) -> str | None:
     """Return the session of a request that is one turn of a conversation, "" without a name; else None."""
-    one = len(asked.prompts) == 1 and asked.n == 1
-    return request.headers.get(SESSION_HEADER, "") if one and asked.converses else None
+    if not (len(asked.prompts) == 1 and asked.n == 1 and asked.converses):
+        return None
+    name = request.headers.get(SESSION_HEADER, "")
+    if len(name.encode()) <= MAX_NAME_BYTES:
+        return name
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()  # a message with it would be malformed
 
 
 def _stop_reason(last_token: int, reason: str, sampling: SamplingParams) -> int | str | None:
