@@ -33,6 +33,7 @@ from seer.common.types import Placed, TurnSpec
 from seer.common.wire import Tokens
 
 Words = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.intp]
 Kind = Literal["first", "later", "segment"]
 
 MOST = 10_000
@@ -41,19 +42,18 @@ MOST = 10_000
 _GROWTH = 8192
 """Positions for which factors are drawn at once, at least."""
 
-_ROW = np.dtype(
-    [
-        ("length", np.int64),  # 0: free
-        ("hash", np.uint64),
-        ("first", np.uint64),
-        ("session", np.uint64),
-        ("used", np.int64),
-        ("under_way", np.bool_),
-        ("number", np.int64),
-        ("prompt_len", np.int64),
-        ("generated", np.int64),
-    ]
-)
+_COLUMNS: dict[str, npt.DTypeLike] = {
+    "length": np.int64,  # 0: free
+    "hash": np.uint64,
+    "first": np.uint64,
+    "session": np.uint64,
+    "used": np.int64,
+    "under_way": np.bool_,
+    "number": np.int64,
+    "prompt_len": np.int64,
+    "generated": np.int64,
+}
+"""Each is an array of its own: one is searched for every prompt, of which a message has thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Conversations:
     """
 
     def __init__(self, most: int = MOST, seed: int | None = None) -> None:
-        self._table = np.zeros(most, _ROW)
+        self._table = {name: np.zeros(most, kind) for name, kind in _COLUMNS.items()}
         self._random = np.random.default_rng(seed)
         self._factors: Words = np.zeros(0, np.uint64)
         self._clock = 0
@@ -116,7 +116,7 @@ class Conversations:
         if row != known:
             self._numbers += 1
             number = self._numbers
-        self._table[row] = (len(prompt), whole, whole, name, 0, True, number, len(prompt), 0)
+        self._set(row, (len(prompt), whole, whole, name, 0, True, number, len(prompt), 0))
         self.counters["segments"] += known is not None
         return self._turn("first" if known is None else "segment", group_id, row, len(prompt), whole)
 
@@ -125,11 +125,11 @@ class Conversations:
         turn = self._ended(group_id)
         if turn is None:
             return
-        row = self._table[turn.row]
-        row["length"] = turn.length + len(tokens)
-        row["hash"] = self._hashes(tokens, turn.length, turn.hash)[-1] if len(tokens) else turn.hash
-        row["generated"] += len(tokens)
-        row["under_way"] = False
+        table, row = self._table, turn.row
+        table["length"][row] = turn.length + len(tokens)
+        table["hash"][row] = self._hashes(tokens, turn.length, turn.hash)[-1] if len(tokens) else turn.hash
+        table["generated"][row] += len(tokens)
+        table["under_way"][row] = False
 
     def failed(self, group_id: str) -> None:
         """Forget a turn that has no answer, if the group is one: the turn may come again."""
@@ -139,7 +139,7 @@ class Conversations:
         if turn.kind == "later":
             self._table["under_way"][turn.row] = False
         else:
-            self._table[turn.row] = np.zeros((), _ROW)
+            self._set(turn.row, (0,) * len(_COLUMNS))
 
     def _ended(self, group_id: str) -> Turn | None:
         """Return the turn that a group was, unless its conversation was forgotten meanwhile."""
@@ -148,27 +148,36 @@ class Conversations:
 
     def _goes_on(self, beginnings: Words, session: np.uint64) -> int | None:
         """Return the row of the longest context that a prompt begins with; None: there is none."""
-        table = self._table
-        fits = (table["length"] > 0) & (table["length"] <= len(beginnings)) & ~table["under_way"]
-        rows = np.flatnonzero(fits & (table["session"] == session))
+        rows, table = self._of(session), self._table
+        rows = rows[(table["length"][rows] <= len(beginnings)) & ~table["under_way"][rows]]
         rows = rows[beginnings[table["length"][rows] - 1] == table["hash"][rows]]
         return int(rows[np.argmax(table["length"][rows])]) if len(rows) else None
 
     def _rewritten(self, session: np.uint64, whole: np.uint64) -> int | None:
         """Return the row that a rewritten history takes; -1: a new row; None: no rewritten history."""
-        rows = np.flatnonzero((self._table["session"] == session) & (self._table["length"] > 0))
+        rows = self._of(session)
         if not len(rows) or np.any(self._table["first"][rows] == whole):
             return None
         return int(rows[0]) if len(rows) == 1 and not self._table["under_way"][rows[0]] else -1
 
+    def _of(self, session: np.uint64) -> Rows:
+        rows = np.flatnonzero(self._table["session"] == session)
+        return rows[self._table["length"][rows] > 0]
+
+    def _set(self, row: int, values: Sequence[int | np.uint64]) -> None:
+        for column, value in zip(self._table.values(), values, strict=True):
+            column[row] = value
+
     def _turn(self, kind: Kind, group_id: str, row: int, length: int, whole: np.uint64) -> Turn:
         self._clock += 1
-        entry = self._table[row]
-        entry["used"], entry["under_way"] = self._clock, True
+        table = self._table
+        table["used"][row], table["under_way"][row] = self._clock, True
+        number, prompt_len, generated = (
+            int(table[name][row]) for name in ("number", "prompt_len", "generated")
+        )
         turn = self._under_way[group_id] = Turn(
-            kind, int(entry["number"]), int(entry["prompt_len"]), int(entry["generated"]), row, self._clock,
-            length, int(whole),
-        )  # fmt: skip
+            kind, number, prompt_len, generated, row, self._clock, length, int(whole)
+        )
         return turn
 
     def _hashes(self, tokens: Tokens, start: int, before: int = 0) -> Words:
