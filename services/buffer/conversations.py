@@ -11,7 +11,8 @@ Invariants (tests/unit/test_conversations.py):
 - a prompt of a session with a name that goes on from no context there, and is no first prompt of the
   session's conversations, has a rewritten history: the prompt begins a segment. If the session has one
   conversation that is not under way, the segment takes that conversation's name;
-- at most `most` conversations are known; the one that was used longest ago is forgotten first.
+- at most `most` conversations are known; the one that was used longest ago is forgotten first. A context of
+  over `MOST_CONTEXT` tokens is not kept.
 
 No token depends on any of this: a hash that is equal by chance, or a buffer that starts again and knows no
 conversation, costs time alone.
@@ -29,7 +30,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.types import Placed, TurnSpec
+from seer.common.types import MAX_CONTEXT, Placed, TurnSpec
 from seer.common.wire import Tokens
 
 Words = npt.NDArray[np.uint64]
@@ -38,6 +39,9 @@ Kind = Literal["first", "later", "segment"]
 
 MOST = 10_000
 """Conversations that are known; each takes about 50 bytes."""
+
+MOST_CONTEXT = 2**20
+"""Tokens of a longest context: the buffer does nothing else for 10 ms while it looks one up."""
 
 _GROWTH = 8192
 """Positions for which factors are drawn at once, at least."""
@@ -80,7 +84,8 @@ class Turn:
 
     def spec(self, max_tokens: int) -> TurnSpec:
         """Return it as a turn for which no update waits: nobody knows whether another one will come."""
-        return TurnSpec(self.prompt_len, self.generated, self.generated + max_tokens, 0.0, self.name)
+        cap = min(self.generated + max_tokens, MAX_CONTEXT)
+        return TurnSpec(self.prompt_len, self.generated, cap, 0.0, self.name)
 
 
 class Conversations:
@@ -122,6 +127,10 @@ class Conversations:
 
     def answered(self, group_id: str, tokens: Tokens) -> None:
         """Take note of the answer to a turn, if the group is one: later prompts may go on from it."""
+        turn = self._under_way.get(group_id)
+        if turn is not None and turn.length + len(tokens) > MOST_CONTEXT:
+            self.failed(group_id)
+            return
         turn = self._ended(group_id)
         if turn is None:
             return

@@ -11,17 +11,17 @@ import numpy as np
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import check_placed
-from seer.services.buffer.conversations import Conversations, context
+from seer.services.buffer.conversations import MOST_CONTEXT, Conversations, context
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 
-MOST_CONTEXT = 2**20
-"""Tokens of a longest prompt of a session for which the buffer looks where it goes on: 10 ms of its time."""
-
 PART_REQUESTS = 1024
 """Requests of one event: to open them takes about 20 ms, in which the buffer does nothing else."""
+
+PART_SESSIONS = 256
+"""The same where the buffer looks what each goes on from."""
 
 
 def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
@@ -56,12 +56,17 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
 def with_turns(
     rollout_id: str, prompts: Mapping[str, SubmittedPrompt], store: Store, conversations: Conversations
 ) -> dict[str, SubmittedPrompt]:
-    """Return the prompts, with the turns that new prompts of sessions are."""
+    """Return the prompts, with the turns that new prompts of sessions are.
+
+    Only `MOST_CONTEXT` tokens are looked up, as many as a client sends at once; the rest begins anew.
+    """
     found = {}
+    left = MOST_CONTEXT
     for prompt_id, prompt in prompts.items():
         group_id = ids.group_id(rollout_id, prompt_id)
-        looked_up = group_id not in store and len(prompt.tokens) <= MOST_CONTEXT
+        looked_up = group_id not in store and len(prompt.tokens) <= left
         if prompt.session is not None and looked_up:
+            left -= len(prompt.tokens)
             turn = conversations.begin(group_id, context(prompt.tokens, prompt.media), prompt.session)
             prompt = replace(prompt, turn=turn.spec(prompt.sampling.max_tokens))
         found[prompt_id] = prompt
@@ -71,11 +76,11 @@ def with_turns(
 def parts(
     submit: wire.Submit, prompts: Mapping[str, SubmittedPrompt], store: Store
 ) -> Iterator[Mapping[str, SubmittedPrompt]]:
-    """Yield the prompts of a valid submission in parts of `PART_REQUESTS` requests, one event each.
+    """Yield the prompts of a valid submission in parts of bounded size, one event each.
 
     If a prompt is known, all are one part: a rollout that is submitted again is judged as a whole.
     """
-    size = max(1, PART_REQUESTS // submit.n)
+    size = PART_SESSIONS if submit.sessions else max(1, PART_REQUESTS // submit.n)
     known = any(ids.group_id(submit.rollout_id, prompt_id) in store for prompt_id in prompts)
     if known or len(prompts) <= size:
         yield prompts

@@ -4,8 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.common.types import Placed
+from seer.common import wire
+from seer.common.types import Placed, SamplingParams, TurnSpec
+from seer.services.buffer import conversations as module
+from seer.services.buffer import submissions
 from seer.services.buffer.conversations import Conversations, context
+from seer.services.buffer.response_store import Store
 
 
 def ids(*tokens):
@@ -147,3 +151,42 @@ def test_images_of_one_length_are_not_one_context():
     assert one[[0, 3]].tolist() == two[[0, 3]].tolist() == [1, 2]
     assert one[1] == one[2] != two[1]
     assert context(prompt, []) is prompt
+
+
+def test_a_turn_is_one_that_a_trainer_may_submit_whatever_it_may_generate():
+    conversations = Conversations()
+    say(conversations, [1], 2)
+    turn = begin(conversations, 1, 2, 3)
+    turn.spec(2**24).check(3)
+    assert turn.spec(5) == TurnSpec(1, 1, 6, 0.0, turn.name)
+
+
+def test_contexts_that_are_too_long_are_not_kept(monkeypatch):
+    monkeypatch.setattr(module, "MOST_CONTEXT", 4)
+    conversations = Conversations()
+    say(conversations, [1], 2, 3, 4)
+    assert say(conversations, [1, 2, 3, 4], 5).kind == "later"
+    assert len(conversations) == 1
+    assert begin(conversations, 1, 2, 3, 4).kind == "later"  # from where that one began, which had no answer
+
+
+def submission(*lengths):
+    names = [f"{place}" for place in range(len(lengths))]
+    return wire.Submit(
+        rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(), prompt_ids=names,
+        lengths=list(lengths), tokens=np.ones(sum(lengths), np.int32), groups=names, open=True,
+        sessions=["s"] * len(lengths),
+    )  # fmt: skip
+
+
+def test_what_one_message_is_looked_up_for_is_bounded(monkeypatch):
+    """The buffer's loop waits for each part."""
+    monkeypatch.setattr(submissions, "MOST_CONTEXT", 5)
+    monkeypatch.setattr(submissions, "PART_SESSIONS", 4)
+    submit, store = submission(3, 3, 2, 1, 6, 2), Store()
+    parts = list(submissions.parts(submit, submissions.prompts(submit), store))
+    assert [len(part) for part in parts] == [4, 2]
+    found = {}
+    for part in parts:
+        found |= submissions.with_turns("r", part, store, Conversations())
+    assert [name for name, prompt in found.items() if prompt.turn is not None] == ["0", "2", "5"]
