@@ -230,10 +230,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         """Return the most blocks that a chunk can need: ceil((context + chunk + K_max + 1) / block_size)."""
         return -(-(context + chunk + self.draft_tokens + 1) // self.block_size)
 
-    def holds(self, context: int, chunk: int, image: int = 0) -> bool:
-        """Return whether a chunk fits an empty instance. `image`: tokens of its largest image; 0: none."""
+    def holds(self, context: int, chunk: int, image_tokens: int = 0) -> bool:
+        """Return whether a chunk fits an empty instance. `image_tokens`: of its largest image; 0: none."""
         return (
-            image <= self.image_tokens
+            image_tokens <= self.image_tokens
             and context + chunk <= self.max_model_len  # drafts never reach beyond the chunk
             and self.blocks_for(context, chunk) <= self.kv_blocks
         )

@@ -44,12 +44,12 @@ class InstanceView:
         """Blocks that no running chunk has reserved and no save to the KV pool pins."""
         return self.capacity.kv_blocks - self.reserved_blocks - self.pinned_blocks
 
-    def has_room(self, context: int, chunk: int, image: int = 0) -> bool:
-        """Return whether a chunk's worst case fits now; `image` as in `Capacity.holds`."""
+    def has_room(self, context: int, chunk: int, image_tokens: int = 0) -> bool:
+        """Return whether a chunk's worst case fits now; `image_tokens` as in `Capacity.holds`."""
         capacity = self.capacity  # as `capacity.holds`, with the free blocks only
         return (
             not self.closed
-            and image <= capacity.image_tokens
+            and image_tokens <= capacity.image_tokens
             and self.chunks < capacity.max_num_seqs
             and context + chunk <= capacity.max_model_len
             and capacity.blocks_for(context, chunk) <= self.free_blocks
@@ -160,26 +160,28 @@ class Fleet(Mapping[str, InstanceView]):
 
     # --- queries -------------------------------------------------------------------------
 
-    def holding(self, context: int, chunk: int, image: int = 0) -> Sequence[str]:
+    def holding(self, context: int, chunk: int, image_tokens: int = 0) -> Sequence[str]:
         """Return the names of those that could hold a chunk if they were empty, sorted."""
-        able = [capacity for capacity in self._capacities if capacity.holds(context, chunk, image)]
+        able = [capacity for capacity in self._capacities if capacity.holds(context, chunk, image_tokens)]
         if len(able) == len(self._capacities):
             return self._names
         return [name for name in self._names if self._views[name].capacity in able]
 
-    def has_room(self, name: str, context: int, chunk: int, image: int = 0) -> bool:
+    def has_room(self, name: str, context: int, chunk: int, image_tokens: int = 0) -> bool:
         """Return whether this instance is there and has room for a chunk's worst case."""
         instance = self._views.get(name)
-        return instance is not None and instance.has_room(context, chunk, image)
+        return instance is not None and instance.has_room(context, chunk, image_tokens)
 
-    def emptiest(self, context: int, chunk: int, spare: int = 0, image: int = 0) -> InstanceView | None:
+    def emptiest(
+        self, context: int, chunk: int, spare: int = 0, image_tokens: int = 0
+    ) -> InstanceView | None:
         """Return the one with the fewest chunks, then most free blocks, of those that have room.
 
         Where chunks run, room for `spare` more tokens must be left, at most for one in `SPARE_PART` of all.
         """
         needs = [
             capacity.blocks_for(context, chunk)
-            if context + chunk <= capacity.max_model_len and image <= capacity.image_tokens
+            if context + chunk <= capacity.max_model_len and image_tokens <= capacity.image_tokens
             else _NEVER
             for capacity in self._kinds
         ]
@@ -193,9 +195,9 @@ class Fleet(Mapping[str, InstanceView]):
         found = self._least_loaded(self._room >= need + np.array(more, dtype=np.int64)[self._kind])
         return found or self._least_loaded((self._room >= need) & (self._load < 0))
 
-    def least_loaded(self, context: int, chunk: int, image: int = 0) -> InstanceView | None:
+    def least_loaded(self, context: int, chunk: int, image_tokens: int = 0) -> InstanceView | None:
         """Return the one with the fewest chunks of those below `max_num_seqs` that could hold it if empty."""
-        holds = np.array([capacity.holds(context, chunk, image) for capacity in self._kinds], dtype=np.bool_)
+        holds = np.array([each.holds(context, chunk, image_tokens) for each in self._kinds], dtype=np.bool_)
         return self._least_loaded((self._seats > 0) & holds[self._kind])
 
     def _least_loaded(self, able: NDArray[np.bool_]) -> InstanceView | None:

@@ -35,7 +35,7 @@ takes them from one that runs there, which must leave at its next chunk (bench/s
 
 def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
     """Keep a group on one instance, groups in turn (round robin). The engine preempts if KV runs out."""
-    names = fleet.holding(request.context, chunk, request.image)
+    names = fleet.holding(request.context, chunk, request.image_tokens)
     if not names:
         return None
     name = names[request.group_number % len(names)]
@@ -44,7 +44,7 @@ def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
 
 def least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
     """Take the instance with the fewest chunks below `max_num_seqs`. The engine preempts if KV runs out."""
-    view = fleet.least_loaded(request.context, chunk, request.image)
+    view = fleet.least_loaded(request.context, chunk, request.image_tokens)
     return view.name if view else None
 
 
@@ -61,9 +61,9 @@ def stay_or_spare_room(request: RequestView, chunk: int, fleet: Fleet) -> str | 
 def _stay_or_move(request: RequestView, chunk: int, fleet: Fleet, spare: int) -> str | None:
     # The first chunks of a group are not placed together: that would save prefills of their prompt, at most
     # half a percent of the time, but an instance with a group of long responses ends late.
-    emptiest = fleet.emptiest(request.context, chunk, spare, request.image)
+    emptiest = fleet.emptiest(request.context, chunk, spare, request.image_tokens)
     home = request.last_instance
-    if fleet.has_room(home, request.context, chunk, request.image) and (
+    if fleet.has_room(home, request.context, chunk, request.image_tokens) and (
         emptiest is None or fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
     ):
         return home
@@ -75,5 +75,5 @@ def always_migrate(request: RequestView, chunk: int, fleet: Fleet) -> str | None
     if request.last_instance not in fleet:
         return stay_or_least_loaded(request, chunk, fleet)
     following = fleet.names[(bisect_left(fleet.names, request.last_instance) + 1) % len(fleet)]
-    able = fleet.has_room(following, request.context, chunk, request.image)
+    able = fleet.has_room(following, request.context, chunk, request.image_tokens)
     return following if able else None

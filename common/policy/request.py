@@ -12,8 +12,8 @@ class RequestView(msgspec.Struct, array_like=True):
     in earlier turns, and all turns together generate at most `cap`; 0: it is no turn. `queued` numbers the
     times at which requests started to wait, so `queued` orders requests by arrival in the queue.
     `last_instance` ran the last chunk; empty before the first. `came_with`: what the request had `produced`
-    when it last came to that instance, from elsewhere or after waiting. `image`: tokens of the largest image
-    in its prompt; 0: no image.
+    when it last came to that instance, from elsewhere or after waiting. `image_tokens`: those of the largest
+    image in its prompt; 0: no image.
     """
 
     request_id: str
@@ -27,7 +27,7 @@ class RequestView(msgspec.Struct, array_like=True):
     came_with: int = 0
     earlier: int = 0
     cap: int = 0
-    image: int = 0
+    image_tokens: int = 0
 
     @property
     def context(self) -> int:

@@ -88,7 +88,7 @@ class BufferModel(RuleBasedStateMachine):
                 case instructions.Dispatch():
                     assert (item.request_id, item.attempt) not in self.running
                     view = self.machine.requests[item.request_id].view
-                    assert view.image <= self.machine.instances[item.instance].capacity.image_tokens
+                    assert view.image_tokens <= self.machine.instances[item.instance].capacity.image_tokens
                     self.running[item.request_id, item.attempt] = item
                 case ToEngine(message=wire.DropChunk(request_id=request_id, attempt=attempt)):
                     self.stale.append(self.running.pop((request_id, attempt)))
@@ -163,7 +163,7 @@ class BufferModel(RuleBasedStateMachine):
     )
     def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead, image, missing):
         first = max(0, self.prompts - again)
-        media = {"image": image, "missing": missing if image else []}
+        media = {"image_tokens": image, "missing": missing if image else []}
         specs = [
             events.GroupSpec(str(first + i), prompt_len, not (again and other), **media) for i in range(count)
         ]

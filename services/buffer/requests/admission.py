@@ -5,18 +5,19 @@ from __future__ import annotations
 from seer.common.policy.fleet import Fleet
 
 
-def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int, image: int = 0) -> str:
+def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int, image_tokens: int = 0) -> str:
     """Return why no instance can ever hold a response to a prompt; empty if one can.
 
-    `image`: tokens of the prompt's largest image; 0: it has none.
+    `image_tokens`: those of the prompt's largest image; 0: it has none.
     """
-    if fleet.holding(prompt_len, max_tokens, image):
+    if fleet.holding(prompt_len, max_tokens, image_tokens):
         return ""
     most = max(each.image_tokens for each in fleet.capacities)
-    if image and not most:
+    if image_tokens and not most:
         return "media: no engine takes images: start engines whose model has images, of this release"
-    if image > most:
-        return f"media: an image of {image} tokens fits no instance, {most} is the most: give a smaller one"
+    if image_tokens > most:
+        problem = f"an image of {image_tokens} tokens fits no instance, {most} is the most"
+        return f"media: {problem}: give a smaller one"
     largest = max(fleet.capacities, key=lambda each: (each.kv_blocks, each.max_model_len, each.block_size))
     return (
         f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "

@@ -40,7 +40,7 @@ class GroupSpec(events.Row, frozen=True):
     `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
     those from `first_index` on of the group `shared_id`; empty: of no other group. `turn`: its response is
     one turn of the trajectory that is that group's response `first_index`. Of its images, the largest takes
-    `image` tokens (0: it has none), and the media `missing` are not in the buffer yet. `stream`: its trainer
+    `image_tokens` (0: it has none), and the media `missing` are not in the buffer yet. `stream`: its trainer
     wants tokens as chunks end.
     """
 
@@ -51,7 +51,7 @@ class GroupSpec(events.Row, frozen=True):
     shared_id: str = ""
     first_index: int = 0
     turn: TurnSpec | None = None
-    image: int = 0
+    image_tokens: int = 0
     missing: Sequence[str] = ()
     stream: bool = False
 

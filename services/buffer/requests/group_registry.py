@@ -158,8 +158,9 @@ class GroupRegistry:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
-                shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn, image=spec.image,
-                missing=list(spec.missing), unfinished=event.n, stream=spec.stream,
+                shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn,
+                image_tokens=spec.image_tokens, missing=list(spec.missing), unfinished=event.n,
+                stream=spec.stream,
             )  # fmt: skip
             continues = self.trajectories.continues(group)
             if self.draining and not continues:
@@ -228,7 +229,7 @@ class GroupRegistry:
             return f"its rollout began under weight version {begun}, and version {live} is live: {fix}"
         if self._must_hold(group):
             return ""
-        return never_fits(self._fleet, group.prompt_len, group.max_tokens, group.image)
+        return never_fits(self._fleet, group.prompt_len, group.max_tokens, group.image_tokens)
 
     @property
     def _unfinished(self) -> int:

@@ -103,7 +103,7 @@ class Scheduler:
         if self._is_turn_of_oldest or not self.policy.goes_on(view, estimate):
             return None
         chunk = self.policy.chunk(view, self._chunk_size)
-        if not self._instances.has_room(view.last_instance, view.context, chunk, view.image):
+        if not self._instances.has_room(view.last_instance, view.context, chunk, view.image_tokens):
             return None
         name = self.policy.place(view, chunk, self._instances)
         return (self._instances[name], chunk) if name is not None else None
@@ -130,7 +130,7 @@ class Scheduler:
             name = self.policy.place(view, chunk, self._instances)
             if name is not None:
                 yield request_id, self._instances[name], chunk
-            elif self._instances.holding(view.context, chunk, view.image):
+            elif self._instances.holding(view.context, chunk, view.image_tokens):
                 return
             else:
                 self._park(request_id, now)
@@ -145,7 +145,7 @@ class Scheduler:
             request_id = next(iter(self.suspects))
             view = self._requests[request_id].view
             chunk = self.policy.chunk(view, self._chunk_size)
-            able = self._instances.holding(view.context, chunk, view.image)
+            able = self._instances.holding(view.context, chunk, view.image_tokens)
             if able and self.emptied not in able:
                 self._stop_emptying()
                 self.emptied = min(able, key=lambda name: (self._instances[name].chunks, name))

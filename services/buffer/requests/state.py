@@ -87,8 +87,8 @@ class GroupState(msgspec.Struct, array_like=True):
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
-    empty: unknown. `shared_id`, `first_index`, `turn`, `image` and `stream` are as in `GroupSpec`; as long as
-    media are `missing`, it is held.
+    empty: unknown. `shared_id`, `first_index`, `turn`, `image_tokens` and `stream` are as in `GroupSpec`; as
+    long as media are `missing`, it is held.
     """
 
     group_id: str
@@ -110,7 +110,7 @@ class GroupState(msgspec.Struct, array_like=True):
     shared_id: str = ""
     first_index: int = 0
     turn: TurnSpec | None = None
-    image: int = 0
+    image_tokens: int = 0
     missing: list[str] = field(default_factory=list)
     stream: bool = False
 
@@ -131,7 +131,9 @@ class GroupState(msgspec.Struct, array_like=True):
         """Return its request `index` as policies see it, when it is new; `number` counts groups."""
         request_id = ids.request_id(self.group_id, index)
         place = self.first_index + index
-        view = RequestView(request_id, number, place, self.prompt_len, self.max_tokens, image=self.image)
+        view = RequestView(
+            request_id, number, place, self.prompt_len, self.max_tokens, image_tokens=self.image_tokens
+        )
         if self.turn is not None:
             view.earlier, view.cap = self.turn.generated, self.turn.cap
         return view

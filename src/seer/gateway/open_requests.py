@@ -181,13 +181,13 @@ class OpenRequests:
     ) -> list[Plan]:
         """Return prompts by their sampling: how much of `max_tokens` fits depends on the prompt."""
         capacities = self._buffer.capacities()
-        image, most = (
+        largest, most = (
             max((each.length for each in media), default=0),
             max(each.image_tokens for each in capacities),
         )
-        if image > most:
+        if largest > most:
             raise bad(
-                "messages", f"an image of {image} tokens", f"engines take at most {most}: make it smaller"
+                "messages", f"an image of {largest} tokens", f"engines take at most {most}: make it smaller"
             )
         limits: dict[int, dict[Place, Tokens]] = {}
         for place, ids in prompts.items():
