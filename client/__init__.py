@@ -5,9 +5,9 @@ Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient
 
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
+from seer.client.image_uploads import Placed, prepared_image
 from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
-from seer.client.media import Placed, medium
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
@@ -75,7 +75,7 @@ __all__ = [
     "Unreachable",
     "WeightsLive",
     "WeightsRefused",
-    "medium",
     "mixed",
     "per_response",
+    "prepared_image",
 ]

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
@@ -125,18 +125,18 @@ class ActiveRollouts:
             self.settle(rollout)
             yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
 
-    def media_of(self, message: Submit) -> list[Placed]:
-        """Return the media of the prompts of a message that are unfinished."""
+    def images_of(self, message: Submit) -> list[Placed]:
+        """Return the images of the prompts of a message that are unfinished."""
         rollout = self._active.get(message.rollout_id)
         prompts = rollout.prepared(message.prompt_ids) if rollout is not None else []
-        return [each for prompt in prompts for each in prompt.media]
+        return [each for prompt in prompts for each in prompt.images]
 
-    def lose_medium(self, name: str, why: str) -> Iterator[Cancel]:
-        """Fail the prompts that show a medium which the buffer does not take; yield their cancels."""
+    def lose_image(self, name: str, why: str) -> Iterator[Cancel]:
+        """Fail the prompts that show an image which the buffer does not take; yield their cancels."""
         for rollout in self:
             prompts = rollout.prepared(rollout.unfinished)
             if prompt_ids := [prompt.id for prompt in prompts if prompt.shows(name)]:
-                rollout.fail(prompt_ids, RequestRefused, f"media: {name}: {why}")
+                rollout.fail(prompt_ids, RequestRefused, f"images: {name}: {why}")
                 self.settle(rollout)
                 yield Cancel(rollout_id=rollout.id, prompt_ids=prompt_ids, submission=rollout.submission)
 

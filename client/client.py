@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
-from seer.client.media import MediaUploads
+from seer.client.image_uploads import ImageUploads
 from seer.client.noise import UsedNoise
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
@@ -47,7 +47,7 @@ from seer.common.wire import (
     BufferToTrainer,
     Goodbye,
     GroupDone,
-    MediumState,
+    ImageState,
     Progress,
     Refused,
     Sleep,
@@ -103,7 +103,7 @@ class RolloutClient:
         self._noise = UsedNoise()
         self._version_found = -1
         self._active = ActiveRollouts(self.tokenizer)
-        self._uploads = MediaUploads(lambda *lost: self._send_all(self._active.lose_medium(*lost)))
+        self._uploads = ImageUploads(lambda *lost: self._send_all(self._active.lose_image(*lost)))
         self._resubmit = False
         self._last_heard = 0.0
         self._wake = asyncio.Event()
@@ -414,7 +414,7 @@ class RolloutClient:
                     self._update.answer(message)
                 case Slept() if self._sleep_call is not None:
                     self._sleep_call.answer(message)
-                case MediumState():
+                case ImageState():
                     self._uploads.answer(message)
                 case _:
                     pass
@@ -479,8 +479,8 @@ class RolloutClient:
     async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
         for message in messages:
             await self._channel.send(message)
-            if isinstance(message, Submit) and message.media:  # the buffer knows by now who needs them
-                self._uploads.add(self._active.media_of(message))
+            if isinstance(message, Submit) and message.images:  # the buffer knows by now who needs them
+                self._uploads.add(self._active.images_of(message))
 
     def _check_open(self) -> None:
         if self._task is None or self._task.done():

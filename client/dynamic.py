@@ -216,7 +216,7 @@ class DynamicSampling(ScoringScope):
             raise DeadlineExceeded(why, tuple(prompt.id for prompt in prompts))
         rollout = await self._client.submit(
             [
-                Prompt(prompt.id, token_ids=prompt.token_ids, metadata=prompt.metadata, media=prompt.media)
+                Prompt(prompt.id, token_ids=prompt.token_ids, metadata=prompt.metadata, images=prompt.images)
                 for prompt in prompts
             ],
             n=self._n,

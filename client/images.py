@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seer.client.media import Placed, medium
+from seer.client.image_uploads import Placed, prepared_image
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 
 Processor = Any
 """As of `transformers.AutoProcessor.from_pretrained`."""
@@ -29,7 +29,7 @@ class Processed(NamedTuple):
     """
 
     token_ids: list[int]
-    media: list[Placed]
+    images: list[Placed]
     inputs: Mapping[str, Any]
 
 
@@ -43,13 +43,13 @@ def prepare(processor: Processor, text: str, images: Sequence[Any]) -> Processed
     (tokens,) = np.asarray(inputs["input_ids"]).tolist()
     if not images:
         return Processed(tokens, [], inputs)
-    media = split(inputs, type(processor).__name__)
-    if len(media) != len(images):
-        raise InvalidField("images", len(images), f"the processor returned {len(media)}")
-    return Processed(tokens, locate(processor, tokens, media), inputs)
+    prepared = split(inputs, type(processor).__name__)
+    if len(prepared) != len(images):
+        raise InvalidField("images", len(images), f"the processor returned {len(prepared)}")
+    return Processed(tokens, locate(processor, tokens, prepared), inputs)
 
 
-def split(inputs: Mapping[str, Any], kind: str = "processor") -> list[Medium]:
+def split(inputs: Mapping[str, Any], kind: str = "processor") -> list[PreparedImage]:
     """Return the images in what a processor returned, one by one; `kind` is the processor's class.
 
     Raises `InvalidField` if it lacks a tensor that engines need.
@@ -59,17 +59,19 @@ def split(inputs: Mapping[str, Any], kind: str = "processor") -> list[Medium]:
         fix = f"returns no {' and no '.join(missing)}: its images cannot be run"
         raise InvalidField("processor", kind, fix)
     grids, pixels = (np.asarray(inputs[name]) for name in TENSORS)
-    media, row = [], 0
+    images, row = [], 0
     for place, grid in enumerate(grids):
         rows = int(grid.prod())
-        media.append(
-            medium("image", pixel_values=pixels[row : row + rows], image_grid_thw=grids[place : place + 1])
+        images.append(
+            prepared_image(
+                "image", pixel_values=pixels[row : row + rows], image_grid_thw=grids[place : place + 1]
+            )
         )
         row += rows
-    return media
+    return images
 
 
-def locate(processor: Processor, tokens: Sequence[int], media: Sequence[Medium]) -> list[Placed]:
+def locate(processor: Processor, tokens: Sequence[int], images: Sequence[PreparedImage]) -> list[Placed]:
     """Return images where they stand in a prompt whose placeholders are expanded, in order.
 
     Raises `InvalidField` if a placeholder or an image is left over.
@@ -77,7 +79,7 @@ def locate(processor: Processor, tokens: Sequence[int], media: Sequence[Medium])
     placeholder, merged = processor.image_token_id, processor.image_processor.merge_size**2
     tokens = list(tokens)
     placed, end = [], 0
-    for place, image in enumerate(media):
+    for place, image in enumerate(images):
         length = int(image.tensors["image_grid_thw"].prod()) // merged
         while end < len(tokens) and tokens[end] != placeholder:
             end += 1
@@ -86,5 +88,5 @@ def locate(processor: Processor, tokens: Sequence[int], media: Sequence[Medium])
         placed.append(Placed(image, end, length))
         end += length
     if placeholder in tokens[end:]:
-        raise InvalidField("text", f"{len(tokens)} tokens", f"has places for more than {len(media)} images")
+        raise InvalidField("text", f"{len(tokens)} tokens", f"has places for more than {len(images)} images")
     return placed

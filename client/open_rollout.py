@@ -33,7 +33,7 @@ from seer.client.prompts import (
     check_place,
     check_request,
     prepare_one,
-    with_media,
+    with_images,
 )
 from seer.client.results import Group, group_of, malformed
 from seer.client.text import Tokenizer
@@ -445,4 +445,4 @@ class OpenRollout:
             turns=[request.turn for request in requests if request.turn is not None],
             sessions=[request.session for request in requests if request.session is not None],
         )
-        return with_media(submit, [request.prompt for request in requests])
+        return with_images(submit, [request.prompt for request in requests])

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from msgspec import structs
 
-from seer.client.media import Placed, check_media
+from seer.client.image_uploads import Placed, check_images
 from seer.client.text import Tokenizer
 from seer.common import types
 from seer.common.bounds import INT64, check_whole
@@ -42,7 +42,7 @@ _MAX_TOKEN = 2**31 - 1
 class Prompt:
     """One prompt: `text` or `token_ids`, not both. `metadata` stays with the client.
 
-    `media`: images in the order in which they stand in `token_ids`, in place of the model's placeholders;
+    `images`: in the order in which they stand in `token_ids`, in place of the model's placeholders;
     `seer.client.images.prepare` makes both.
     """
 
@@ -50,7 +50,7 @@ class Prompt:
     text: str | None = None
     token_ids: Sequence[int] | Tokens | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
-    media: Sequence[Placed] = ()
+    images: Sequence[Placed] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ class Prepared:
     id: str
     token_ids: Tokens
     metadata: Mapping[str, object]
-    media: tuple[Placed, ...] = ()
+    images: tuple[Placed, ...] = ()
 
     @property
     def places(self) -> list[types.Placed]:
-        """Where its media stand, by name, as messages have it."""
-        return [each.on_wire for each in self.media]
+        """Where its images stand, by name, as messages have it."""
+        return [each.on_wire for each in self.images]
 
     def shows(self, name: str) -> bool:
-        """Return whether a medium of this name is in it."""
-        return any(each.medium.name == name for each in self.media)
+        """Return whether an image of this name is in it."""
+        return any(each.image.name == name for each in self.images)
 
 
 def prepare(
@@ -102,12 +102,12 @@ def prepare_one(
     check_id(prompt.id, f"{where}.id")
     if (prompt.text is None) == (prompt.token_ids is None):
         raise InvalidField(where, prompt.id, "give either text or token_ids")
-    if prompt.media and prompt.token_ids is None:
+    if prompt.images and prompt.token_ids is None:
         fix = "give token_ids with placeholders, as seer.client.images.prepare makes them"
-        raise InvalidField(f"{where}.media", len(prompt.media), fix)
+        raise InvalidField(f"{where}.images", len(prompt.images), fix)
     tokens = _encode(prompt, where, tokenizer)
     return Prepared(
-        prompt.id, tokens, prompt.metadata, check_media(prompt.media, tokens.size, f"{where}.media")
+        prompt.id, tokens, prompt.metadata, check_images(prompt.images, tokens.size, f"{where}.images")
     )
 
 
@@ -124,11 +124,11 @@ def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[
     yield batch
 
 
-def with_media(submit: Submit, prompts: Sequence[Prepared]) -> Submit:
-    """Return the message that submits prompts, which names their media if they have any."""
-    if not any(prompt.media for prompt in prompts):
+def with_images(submit: Submit, prompts: Sequence[Prepared]) -> Submit:
+    """Return the message that submits prompts, which names their images if they have any."""
+    if not any(prompt.images for prompt in prompts):
         return submit
-    return structs.replace(submit, media=[prompt.places for prompt in prompts])
+    return structs.replace(submit, images=[prompt.places for prompt in prompts])
 
 
 def check_place(group: str, first_index: int, n: int) -> None:

@@ -118,10 +118,10 @@ class BufferConfig(Section, frozen=True):
     spool: str = ""
     """Folder for weights that trainers stream, in `seer-spool`: room for two versions. Default: a temporary
     one."""
-    media: str = ""
-    """Folder for the images of prompts, in `seer-media`; they outlast the buffer there. Default: a temporary
+    images: str = ""
+    """Folder for the images of prompts, in `seer-images`; they outlast the buffer there. Default: a temporary
     one."""
-    media_bytes: Bytes = 16 * 2**30
+    image_bytes: Bytes = 16 * 2**30
     """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
     result_bytes: Bytes | None = None
     """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
@@ -257,7 +257,7 @@ class EngineConfig(Section, frozen=True):
     """Deadline for that: an engine that has not received all by then ends, and starts again."""
     load_seconds: Seconds = 900.0
     """Deadline for loading the model."""
-    media_bytes: Bytes = 4 * 2**30
+    image_bytes: Bytes = 4 * 2**30
     """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
     cpu_cores: str = ""
     """Cores for a CPU engine's threads, in vLLM's syntax (`0-3`); default: vLLM's own choice."""
@@ -340,7 +340,7 @@ class GatewayConfig(Section, frozen=True):
     """Bound on open requests of each process; further ones get 503."""
     max_body_bytes: Bytes = 32 * 2**20
     """Bound on a request's body."""
-    media_bytes: Bytes = 2**30
+    image_bytes: Bytes = 2**30
     """Bound on the images that each process holds in memory, as tensors; past it requests get 503."""
     request_seconds: Seconds = 3600.0
     """Deadline of a generation request; it goes on while generation is paused."""

@@ -46,14 +46,14 @@ def params_digest(
     sampling: SamplingParams,
     group: str = "",
     first_index: int = 0,
-    media: Sequence[Placed] = (),
+    images: Sequence[Placed] = (),
 ) -> int:
     """Return a 63-bit digest of what a submission asks for a prompt: with its tokens, it makes the responses.
 
-    `group`, `first_index` and `media` are as in `wire.Submit`.
+    `group`, `first_index` and `images` are as in `wire.Submit`.
     """
-    place: tuple[object, ...] = (group, first_index, media) if media else (group, first_index)
-    if not (group or first_index or media):
+    place: tuple[object, ...] = (group, first_index, images) if images else (group, first_index)
+    if not (group or first_index or images):
         place = ()
     packed = msgspec.msgpack.encode((seed, rollout_number, n, sortable(sampling), *place), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

@@ -8,7 +8,7 @@ schedule.
 Invariants (tests/unit/test_image_models.py):
 - an image that `check` accepts can be run: its tensors have exactly the types and shapes that the model
   reads, and all numbers are finite. A bad one would fail a step of all requests, or spoil their logits;
-- other architectures, and other media than images, are refused by name.
+- other architectures, and all that is no image, are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from seer.common.errors import InvalidField
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 
 PATCH_SIZES = {
     "Qwen2VLForConditionalGeneration": 14,
@@ -46,13 +46,13 @@ class ImageModel:
     merge: int
     patch_numbers: int
 
-    def check(self, medium: Medium) -> int:
+    def check(self, image: PreparedImage) -> int:
         """Return how many tokens an image takes. Raises `InvalidField` for what the model cannot read."""
-        if medium.modality != "image":
-            raise InvalidField("modality", medium.modality, "give images: no other media can be run")
-        if tuple(sorted(medium.tensors)) != TENSORS:
-            raise InvalidField("medium", sorted(medium.tensors), f"give {' and '.join(TENSORS)}")
-        grid, pixels = (medium.tensors[name] for name in TENSORS)
+        if image.modality != "image":
+            raise InvalidField("modality", image.modality, "give images: nothing else can be run")
+        if tuple(sorted(image.tensors)) != TENSORS:
+            raise InvalidField("image", sorted(image.tensors), f"give {' and '.join(TENSORS)}")
+        grid, pixels = (image.tensors[name] for name in TENSORS)
         if grid.shape != (1, 3) or grid.dtype != np.int64:
             raise InvalidField("image_grid_thw", f"{grid.dtype} {grid.shape}", "give int64 [1, 3]: one image")
         frames, height, width = (int(count) for count in grid[0])
@@ -64,11 +64,11 @@ class ImageModel:
             raise InvalidField("pixel_values", f"{pixels.dtype} {pixels.shape}", fix)
         if not np.isfinite(pixels).all():
             raise InvalidField("pixel_values", "infinite, or not a number", "give finite numbers")
-        return self.length(medium)
+        return self.length(image)
 
-    def length(self, medium: Medium) -> int:
+    def length(self, image: PreparedImage) -> int:
         """Return how many tokens an image takes that was checked."""
-        return int(medium.tensors["image_grid_thw"].prod()) // self.merge**2
+        return int(image.tensors["image_grid_thw"].prod()) // self.merge**2
 
 
 def image_model(config: Mapping[str, Any]) -> ImageModel | None:

@@ -1,9 +1,9 @@
-"""Types that all parts share: sampling parameters, places of media, an instance's capacity and statistics.
+"""Types that all parts share: sampling parameters, places of images, an instance's capacity and statistics.
 
 Invariants:
 - everything here is a frozen value; no IO, no clock, no arrays;
 - `SamplingParams.check` accepts exactly what the engine's sampler implements;
-- media that `check_placed` accepts stand within the tokens, in order, and none upon another.
+- images that `check_placed` accepts stand within the tokens, in order, and none upon another.
 """
 
 from __future__ import annotations
@@ -142,34 +142,34 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
-MAX_MEDIA = 64
-"""Bound on the media of a prompt: they are named with every chunk."""
+MAX_IMAGES = 64
+"""Bound on the images of a prompt: they are named with every chunk."""
 
-MAX_MEDIUM_BYTES = 64 * 2**20
-"""Bound on a medium: engines keep all media of a running request in memory."""
+MAX_IMAGE_BYTES = 64 * 2**20
+"""Bound on an image: engines keep all images of a running request in memory."""
 
-MEDIUM_NAME = re.compile(r"[0-9a-f]{64}")
-"""What the name of a medium looks like (`common/media.py`); it is a file's name, too."""
+IMAGE_NAME = re.compile(r"[0-9a-f]{64}")
+"""What the name of an image looks like (`common/prepared_image.py`); it is a file's name, too."""
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """Where a medium stands in a prompt: for `length` tokens, placeholders, from position `offset` on."""
+    """Where an image stands in a prompt: for `length` tokens, placeholders, from position `offset` on."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     offset: int
     length: int
 
 
-def check_placed(media: Sequence[Placed], tokens: int, field: str = "media") -> None:
-    """Raise `InvalidField` unless media stand within so many tokens, in order and apart."""
-    if len(media) > MAX_MEDIA:
-        raise InvalidField(field, len(media), f"give at most {MAX_MEDIA} for a prompt")
+def check_placed(images: Sequence[Placed], tokens: int, field: str = "images") -> None:
+    """Raise `InvalidField` unless images stand within so many tokens, in order and apart."""
+    if len(images) > MAX_IMAGES:
+        raise InvalidField(field, len(images), f"give at most {MAX_IMAGES} for a prompt")
     end = 0
-    for place, each in enumerate(media):
-        if not MEDIUM_NAME.fullmatch(each.name):
+    for place, each in enumerate(images):
+        if not IMAGE_NAME.fullmatch(each.name):
             raise InvalidField(f"{field}[{place}].name", each.name, "give 64 hexadecimal digits")
         if each.offset < end:
-            fix = f"the medium before it ends at {end}: give media in order, and apart"
+            fix = f"the image before it ends at {end}: give images in order, and apart"
             raise InvalidField(f"{field}[{place}].offset", each.offset, fix if place else "must be 0 or more")
         end = each.offset + each.length
         if each.length < 1 or end > tokens:

@@ -34,7 +34,7 @@ class Buffer:
             role="buffer", name="buffer", incarnation=incarnation, config_hash=shared_hash(self.config.shared)
         )
         self.said, self.stats, self.peer, self.first = [], [], None, None
-        self.answered = 0  # questions for media
+        self.answered = 0  # questions for images
 
     async def start(self):
         self.transport = MemoryTransport(self.network)
@@ -59,21 +59,21 @@ class Buffer:
     async def send(self, message):
         assert await self.hub.send(self.peer, message)
 
-    async def give(self, *media):
-        """Answer every question for a part of these media, until none has come for a while."""
-        data = {medium.name: medium.data for medium in media}
+    async def give(self, *images):
+        """Answer every question for a part of these images, until none has come for a while."""
+        data = {image.name: image.data for image in images}
         answered = 0
         await asyncio.sleep(0.01)
-        while len(asked := self.heard(wire.ReadMedium)[self.answered :]):
+        while len(asked := self.heard(wire.ReadImage)[self.answered :]):
             for question in asked:
                 self.answered += 1
                 whole = data.get(question.name)
                 if whole is None:
                     continue
-                part = whole[question.offset : question.offset + wire.MEDIUM_PART_BYTES]
+                part = whole[question.offset : question.offset + wire.IMAGE_PART_BYTES]
                 answered += 1
                 await self.send(
-                    wire.MediumData(name=question.name, size=len(whole), offset=question.offset, data=part)
+                    wire.ImageData(name=question.name, size=len(whole), offset=question.offset, data=part)
                 )
             await asyncio.sleep(0.01)
         return answered

@@ -48,8 +48,8 @@ def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None
 def turns(submit: Submit, **changes: object) -> list[GroupDone]:
     """What generates as many tokens as it may: 100 and on, with logprobs that tell the number of the turn."""
     length = submit.sampling.max_tokens
-    media = submit.media or [[]] * len(submit.groups)
-    places = zip(submit.groups, submit.first_indices, media, strict=True)
+    images = submit.images or [[]] * len(submit.groups)
+    places = zip(submit.groups, submit.first_indices, images, strict=True)
     return [
         structs.replace(
             group(submit, prompt_id, (length,)),

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from seer.client import Placed, medium
-from seer.common.media import Medium
+from seer.client import Placed, prepared_image
+from seer.common.prepared_image import PreparedImage
 
 
-def picture(seed: int, values: int = 6) -> Medium:
+def picture(seed: int, values: int = 6) -> PreparedImage:
     """Return an image of its own for each seed; `values`: float32 numbers in it."""
     pixels = np.full((1, values), seed, np.float32)
-    return medium("image", pixel_values=pixels, image_grid_thw=np.array([[1, 2, 2]]))
+    return prepared_image("image", pixel_values=pixels, image_grid_thw=np.array([[1, 2, 2]]))
 
 
 def placed(seed: int, offset: int, length: int = 1, values: int = 6) -> Placed:

@@ -70,7 +70,7 @@ class Found:
     fault: str
     cell: str
     report: Report
-    media: Shown
+    images: Shown
     runs: dict[str, Compared]
     seconds: float
 
@@ -90,7 +90,7 @@ async def run_faults(wanted: list[tuple[str, str]], config: Config, job: Job, co
                 cells, _ = choose(cell, own, machine)
                 report, reference, runs = await run._run_cells(cells, {}, own, runner)
                 seconds = time.monotonic() - begun
-                found.append(Found(name, cell, report, reference.media, runs, seconds))
+                found.append(Found(name, cell, report, reference.images, runs, seconds))
                 say(f"{name}: {len(report.cells[0].mismatches)} differences in {seconds:.1f} s")
         finally:
             plant(control, NONE)
@@ -116,7 +116,7 @@ def judge_all(found: list[Found], config: Config, in_teacher: list[str]) -> Iter
                 in_teacher[:] = [each.fault if where == WHERE[1] else NONE]
                 report, begun = copy.deepcopy(each.report), time.monotonic()
                 engines = {cell.name: own.engine for cell in report.cells}
-                judging.judge(report, own, engines, each.media, each.runs, lambda line: None)
+                judging.judge(report, own, engines, each.images, each.runs, lambda line: None)
                 yield told(each, where, report, time.monotonic() - begun)
 
 

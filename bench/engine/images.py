@@ -29,7 +29,7 @@ import vision_models
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedImage
 from seer.services.engine.vllm.backend import VllmBackend
 
 
@@ -67,8 +67,8 @@ def roll(engine: VllmBackend, args: argparse.Namespace, size: int, *, emptied: b
     processor = vision_models.processor_of(args.family)
     shown = []
     for number in range(args.prompts):
-        tokens, media, _ = vision_models.prompt(processor, "a b # c", vision_models.picture(number))
-        shown.append((tokens, tuple(PlacedMedium(each.on_wire, each.medium) for each in media)))
+        tokens, images, _ = vision_models.prompt(processor, "a b # c", vision_models.picture(number))
+        shown.append((tokens, tuple(PlacedImage(each.on_wire, each.image) for each in images)))
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {
         f"{number}#{index}": [] for number in range(args.prompts) for index in range(args.n)
@@ -77,10 +77,10 @@ def roll(engine: VllmBackend, args: argparse.Namespace, size: int, *, emptied: b
         if emptied:
             engine.core._reset_caches()
         for key, (name, output) in enumerate(outputs.items()):
-            tokens, media = shown[int(name.partition("#")[0])]
+            tokens, images = shown[int(name.partition("#")[0])]
             engine.add(Chunk(
                 request_id=name, group_id="", attempt=0, key=key, prompt_len=len(tokens), max_new_tokens=size,
-                sampling=sampling, tokens=[*tokens, *output], media=media,
+                sampling=sampling, tokens=[*tokens, *output], images=images,
             ))  # fmt: skip
         while engine.has_work():
             for generated in engine.step().generated:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, token_array
 from seer.client.results import Group
@@ -97,22 +97,22 @@ class PrefixTrajectories:
         rollout_number: int | None = None,
         weight_version: int | None = None,
         max_context: int = MAX_CONTEXT,
-        media: Sequence[Placed] = (),
+        images: Sequence[Placed] = (),
     ) -> Group:
         """Return the response to a prompt: int32 [length]. It is response `index` of `group`, or goes on.
 
-        `media` are all its images. Siblings have one group and indices of their own. All turns of a session
+        `images` are all in it. Siblings have one group and indices of their own. All turns of a session
         must have the same place, seed and rollout number, by default that of the open rollout: begin one for
         each step. `max_context` is how long its context may become, for what may still come of it alone; a
         longer prompt is taken. Raises `InvalidField`, or the error that ended the prompt.
         """
         prompt = token_array(prompt, "prompt")
-        shown = _names(media)
+        shown = _names(images)
         segment = self._segment(session, prompt, shown, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
         most = max(max_context - segment.prompt_len, segment.generated + sampling.max_tokens)
         asked = self._rollout.submit(
-            Prompt(turn_id, token_ids=prompt, media=media), n=1, sampling=sampling, seed=seed,
+            Prompt(turn_id, token_ids=prompt, images=images), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
             first_index=index,
             turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CONTEXT), self._idle_seconds),
@@ -131,11 +131,11 @@ class PrefixTrajectories:
                 self._leave(segment)
         return found
 
-    def goes_on(self, session: str, prompt: Tokens, media: Sequence[Placed] = ()) -> bool:
+    def goes_on(self, session: str, prompt: Tokens, images: Sequence[Placed] = ()) -> bool:
         """Return whether a prompt would be the next turn of what its session has."""
         known = self._sessions.get(session)
         segment = None if known is None else known.segment
-        return segment is not None and not segment.busy and _goes_on(segment, prompt, _names(media))
+        return segment is not None and not segment.busy and _goes_on(segment, prompt, _names(images))
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if the session is known."""
@@ -186,5 +186,5 @@ def _goes_on(segment: _Segment, prompt: Tokens, shown: tuple[str, ...]) -> bool:
     return begins and shown[: len(known)] == known
 
 
-def _names(media: Sequence[Placed]) -> tuple[str, ...]:
-    return tuple(each.medium.name for each in media)
+def _names(images: Sequence[Placed]) -> tuple[str, ...]:
+    return tuple(each.image.name for each in images)

@@ -75,7 +75,7 @@ class TrajectoriesAsked:
         for prompt in self.prompts.values():
             digest.update(f"{len(prompt.id)} {prompt.id} {prompt.token_ids.size} ".encode())
             digest.update(prompt.token_ids.tobytes())
-            digest.update(msgspec.msgpack.encode(prompt.places) if prompt.media else b"")
+            digest.update(msgspec.msgpack.encode(prompt.places) if prompt.images else b"")
         return digest.hexdigest()
 
 

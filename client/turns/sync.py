@@ -18,8 +18,8 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from types import TracebackType
 from typing import Any, TypeVar
 
+from seer.client.image_uploads import Placed
 from seer.client.loop_thread import Attribute, Calls, Face, WithBlock, in_loop, iterate
-from seer.client.media import Placed
 from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
 from seer.client.turns.trajectory import Trajectory
 from seer.common.errors import RolloutCancelled
@@ -79,7 +79,7 @@ class SyncTrajectory(Face[Trajectory]):
     )
     turns = Attribute(Trajectory, lambda it: it.turns, "What was generated so far.")
     context = Attribute(Trajectory, lambda it: it.context)
-    media = Attribute(Trajectory, lambda it: it.media)
+    images = Attribute(Trajectory, lambda it: it.images)
     token_ids = Attribute(Trajectory, lambda it: it.token_ids)
     loss_mask = Attribute(Trajectory, lambda it: it.loss_mask)
     logprobs = Attribute(Trajectory, lambda it: it.logprobs)
@@ -90,9 +90,9 @@ class SyncTrajectory(Face[Trajectory]):
     replaying = Attribute(Trajectory, lambda it: it.replaying)
     generate = in_loop(Trajectory.generate)
 
-    def append(self, tokens: str | Sequence[int] | Tokens, media: Sequence[Placed] = ()) -> None:
+    def append(self, tokens: str | Sequence[int] | Tokens, images: Sequence[Placed] = ()) -> None:
         """See `Trajectory.append`."""
-        self._of.append(tokens, media)
+        self._of.append(tokens, images)
 
     def once(self, call: Callable[[str], T]) -> T:
         """See `Trajectory.once`; `call` runs in this thread."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from seer.client.media import Placed, check_media, check_shown, placeholders
+from seer.client.image_uploads import Placed, check_images, check_shown, placeholders
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prepared, Prompt, token_array
 from seer.client.text import Tokenizer
@@ -117,8 +117,8 @@ class Trajectory:
         self._journal = journal
         self._tokenizer = tokenizer
         self._context = prompt.token_ids
-        self._media = prompt.media
-        self._placeholders = placeholders(prompt.token_ids, prompt.media)
+        self._images = prompt.images
+        self._placeholders = placeholders(prompt.token_ids, prompt.images)
         self._masks: list[npt.NDArray[np.bool_]] = []
         self._logprobs: list[Logprobs] = []
         self._generated = 0
@@ -134,9 +134,9 @@ class Trajectory:
         return self._context
 
     @property
-    def media(self) -> tuple[Placed, ...]:
+    def images(self) -> tuple[Placed, ...]:
         """The images in the context, in order; offsets count from its beginning."""
-        return self._media
+        return self._images
 
     @property
     def token_ids(self) -> Tokens:
@@ -200,18 +200,18 @@ class Trajectory:
         finally:
             self._busy = False
 
-    def append(self, tokens: str | Sequence[int] | Tokens, media: Sequence[Placed] = ()) -> None:
+    def append(self, tokens: str | Sequence[int] | Tokens, images: Sequence[Placed] = ()) -> None:
         """Add what the environment says, as text or token ids; nothing is trained on it.
 
-        Text gets no special tokens; `tool_tokens` adds what a chat template has between turns. `media`: the
+        Text gets no special tokens; `tool_tokens` adds what a chat template has between turns. `images`: the
         images in the token ids; offsets count from the first of these. Once a trajectory has an image, its
         placeholder is known, and refused where no image stands. Raises `NoRoom` for more tokens than there is
         `room` for, `InvalidField` for others: nothing is added then.
         """
         self._check_free("append")
-        if media and isinstance(tokens, str):
-            raise InvalidField("media", len(media), "give token ids with placeholders, not text")
-        shown = check_media(media, len(tokens))
+        if images and isinstance(tokens, str):
+            raise InvalidField("images", len(images), "give token ids with placeholders, not text")
+        shown = check_images(images, len(tokens))
         if isinstance(tokens, str):
             if self._tokenizer is None:
                 raise InvalidField("tokens", tokens, "give the client a tokenizer, or token ids")
@@ -226,8 +226,8 @@ class Trajectory:
         known = self._placeholders | placeholders(added, shown)
         check_shown(added, shown, known)
         start = len(self._context)
-        media = (*self._media, *(replace(each, offset=start + each.offset) for each in shown))
-        self._media = check_media(media, start + len(added))
+        images = (*self._images, *(replace(each, offset=start + each.offset) for each in shown))
+        self._images = check_images(images, start + len(added))
         self._placeholders = known
         self._extend(added, np.zeros(len(added), np.bool_), np.zeros(len(added), np.float32))
 
@@ -268,7 +268,7 @@ class Trajectory:
         cap = settings.max_context - prompt_len
         turn_id = f"{self.prompt_id}#{self.index}.{len(self.turns)}"
         asked = self._rollout.submit(
-            Prompt(turn_id, token_ids=self._context, media=self._media), n=1, sampling=sampling,
+            Prompt(turn_id, token_ids=self._context, images=self._images), n=1, sampling=sampling,
             seed=settings.seed, rollout_number=settings.rollout_number, weight_version=self.weight_version,
             group=self.prompt_id, first_index=self.index,
             turn=TurnSpec(prompt_len, self._generated, cap, settings.idle_seconds),
@@ -300,7 +300,7 @@ class Trajectory:
 
     def _digest(self) -> str:
         digest = hashlib.blake2b(self._context.tobytes(), digest_size=16)
-        digest.update("".join(each.medium.name for each in self._media).encode())
+        digest.update("".join(each.image.name for each in self._images).encode())
         return digest.hexdigest()
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from seer.common.sleep import SleepTag
-from seer.common.types import MAX_MEDIA, Capacity, InstanceStats, Placed, SamplingParams
+from seer.common.types import MAX_IMAGES, Capacity, InstanceStats, Placed, SamplingParams
 from seer.common.wire.base import (
     Counts,
     Folder,
@@ -25,7 +25,7 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
-from seer.common.wire.media import MediumData, MediumState, ReadMedium
+from seer.common.wire.images import ImageData, ImageState, ReadImage
 from seer.common.wire.weights import (
     DiscardWeights,
     LoadWeights,
@@ -80,8 +80,8 @@ class RunChunk(Message, tag=True):
     repetition penalty, count what follows `turn_start`. `parks`: another turn may follow, so the KV is kept
     as that of a response that continues, even if this turn ends.
 
-    `media` are all that stand in `tokens`, in every chunk: vLLM would read the placeholders of those left out
-    as text, and say nothing. Only engines whose `Capacity.image_tokens` allow it get such chunks.
+    `images` are all that stand in `tokens`, in every chunk: vLLM would read the placeholders of those left
+    out as text, and say nothing. Only engines whose `Capacity.image_tokens` allow it get such chunks.
     """
 
     request_id: ShortStr
@@ -99,7 +99,7 @@ class RunChunk(Message, tag=True):
     draft_index: ResponseIndex = 0
     turn_start: int = 0
     parks: bool = False
-    media: Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)] = []
+    images: Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)] = []
 
 
 class DropChunk(Message, tag=True):
@@ -167,7 +167,7 @@ EngineToBuffer = (
     | OpenSpool
     | ReadSpool
     | Slept
-    | ReadMedium
+    | ReadImage
 )
 BufferToEngine = (
     Welcome
@@ -181,6 +181,6 @@ BufferToEngine = (
     | SpoolData
     | Sleep
     | DiscardWeights
-    | MediumState
-    | MediumData
+    | ImageState
+    | ImageData
 )

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from seer.common.types import (
-    MAX_MEDIA,
+    MAX_IMAGES,
     Capacity,
     FinishReason,
     InstanceStats,
@@ -39,7 +39,7 @@ from seer.common.wire.figures import (
     StatusRequest,
     Unwritten,
 )
-from seer.common.wire.media import MediumData, MediumState, OpenMedium
+from seer.common.wire.images import ImageData, ImageState, OpenImage
 from seer.common.wire.weights import (
     OpenSpool,
     Sleep,
@@ -87,8 +87,8 @@ class Submit(Message, tag=True):
     that begins with an earlier prompt of its session, whoever submitted that one, and with the response to it
     goes on from there. Nothing waits for the next turn.
 
-    `media`: one list for each prompt, in order of their offsets, or none. Prompts wait until the buffer has
-    all their media, and are refused when nothing of these has come for `MEDIUM_STALL_SECONDS`.
+    `images`: one list for each prompt, in order of their offsets, or none. Prompts wait until the buffer has
+    all their images, and are refused when nothing of these has come for `IMAGE_STALL_SECONDS`.
     """
 
     rollout_id: ShortStr
@@ -107,7 +107,7 @@ class Submit(Message, tag=True):
     stream: bool = False
     turns: list[TurnSpec] = []
     sessions: list[ShortStr] = []
-    media: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)]] = []
+    images: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)]] = []
 
 
 class Accepted(Message, tag=True):
@@ -274,8 +274,8 @@ TrainerToBuffer = (
     | OpenSpool
     | SpoolData
     | Sleep
-    | OpenMedium
-    | MediumData
+    | OpenImage
+    | ImageData
 )
 BufferToTrainer = (
     Welcome
@@ -290,5 +290,5 @@ BufferToTrainer = (
     | SpoolState
     | Slept
     | WeightsLoading
-    | MediumState
+    | ImageState
 )

@@ -40,9 +40,9 @@ def training_prompts(seed: int, iteration: int, count: int, held_out: list[Promp
 def _drawn(prompt: Prompt, rng: Random) -> Prompt:
     problem = prompt.metadata["problem"]
     picture = draw(rng, problem.numbers).picture
-    tokens, media, inputs = images.prepare(_processor(), reading.prompt(problem), [picture])
+    tokens, placed, inputs = images.prepare(_processor(), reading.prompt(problem), [picture])
     shown = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-    return Prompt(prompt.id, token_ids=tokens, media=media, metadata={"problem": problem, "images": shown})
+    return Prompt(prompt.id, token_ids=tokens, images=placed, metadata={"problem": problem, "images": shown})
 
 
 @cache

@@ -23,9 +23,9 @@ from seer.services.buffer import sleep_machine, views
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.conversations import Conversations
 from seer.services.buffer.events import Drained, Joined, Left, Tick, ToEngine, ToLife, ToTrainer, Weights
+from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.response_store import TOKEN_BYTES, Store, SubmittedPrompt
@@ -92,7 +92,7 @@ class Conductor:
         machine: BufferMachine,
         store: Store,
         kept: KeptChunks,
-        media: MediaMachine,
+        images: ImageMachine,
         silence_seconds: float,
         lease_seconds: float,
         out: Recipients,
@@ -100,7 +100,7 @@ class Conductor:
     ) -> None:
         self._clock = clock
         self.machine, self._requests, self._weights = machine, machine.requests, machine.weights
-        self._store, self._kept, self._media = store, kept, media
+        self._store, self._kept, self._images = store, kept, images
         self._out, self._observers = out, observers
         self._deliveries = Deliveries()
         self.conversations = Conversations()
@@ -236,7 +236,7 @@ class Conductor:
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]
         self._store.open(item.group_id, prompt)
-        self._media.refer(item.group_id, of.trainer, [each.name for each in prompt.media], now)
+        self._images.refer(item.group_id, of.trainer, [each.name for each in prompt.images], now)
         self._kept.open(of.submit.rollout_id, item.prompt_id)
 
     def _perform(self, item: Instruction) -> None:
@@ -276,7 +276,7 @@ class Conductor:
                 self._store.forget(group_id)
                 self.conversations.failed(group_id)
                 self._kept.forget(group_id)
-                self._media.release(group_id)
+                self._images.release(group_id)
                 self._deliver(self._deliveries.forget(group_id))
 
     def _log_refusal(self, refused: wire.Refused) -> None:

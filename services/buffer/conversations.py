@@ -205,11 +205,11 @@ def _session_hash(session: str) -> np.uint64:
     return np.uint64(int.from_bytes(digest, "little"))
 
 
-def context(tokens: Tokens, media: Sequence[Placed]) -> Tokens:
+def context(tokens: Tokens, images: Sequence[Placed]) -> Tokens:
     """Return tokens that tell images apart: in place of each, numbers from its name."""
-    if not media:
+    if not images:
         return tokens
     found = np.array(tokens)
-    for each in media:
+    for each in images:
         found[each.offset : each.offset + each.length] = zlib.crc32(each.name.encode()) >> 1
     return found

@@ -24,8 +24,8 @@ from seer.common.types import InstanceStats
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended
 from seer.services.buffer.events import FromEngine
+from seer.services.buffer.images.image_server import ImageServer
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import check_register, handle_hello, life_of
 from seer.services.buffer.requests import events
@@ -43,12 +43,12 @@ class EngineConnections:
         conductor: Conductor,
         kept: KeptChunks,
         spool: Spool,
-        media: MediaServer,
+        images: ImageServer,
         out: Outgoing,
     ) -> None:
         self._me, self._clock = me, clock
         self._requests, self._weights = machine.requests, machine.weights
-        self._conductor, self._kept, self._spool, self._media = conductor, kept, spool, media
+        self._conductor, self._kept, self._spool, self._images = conductor, kept, spool, images
         self._log = get_logger()
         self._out, self._peers = out, out.engines
         self.stats: dict[str, InstanceStats] = {}
@@ -102,8 +102,8 @@ class EngineConnections:
                 self._conductor.apply(FromEngine(name, message))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self.hub.reply, address, message)
-            case wire.ReadMedium():
-                self._media.put(self.hub.reply, address, message)
+            case wire.ReadImage():
+                self._images.put(self.hub.reply, address, message)
             case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
                 self._conductor.engine_left(name, died=bool(message.problem))

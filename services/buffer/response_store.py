@@ -44,7 +44,7 @@ class SubmittedPrompt:
 
     Its responses are those from `first_index` on of `group`, by default its own group; `shared_id` is that
     group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this but
-    `turn` and `session`, of which no token is a function. `media` stand in its tokens.
+    `turn` and `session`, of which no token is a function. `images` stand in its tokens.
     """
 
     tokens: wire.Tokens
@@ -58,7 +58,7 @@ class SubmittedPrompt:
     params_digest: int
     turn: TurnSpec | None = None
     session: str | None = None
-    media: Sequence[Placed] = ()
+    images: Sequence[Placed] = ()
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Store:
             draft_index=place if prompt.shared_id else 0,
             turn_start=len(prompt.tokens) if turn else 0,
             parks=turn is not None,
-            media=list(prompt.media),
+            images=list(prompt.images),
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:

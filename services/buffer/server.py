@@ -33,10 +33,10 @@ from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.events import FromTrainer
+from seer.services.buffer.images.image_server import ImageServer
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
-from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import handle_hello
 from seer.services.buffer.requests import events, state
@@ -106,12 +106,12 @@ class BufferServer:
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
         self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now(), self.store.so_far)
-        self._media = MediaServer(
-            settings.media,
-            settings.media_bytes,
+        self._images = ImageServer(
+            settings.images,
+            settings.image_bytes,
             clock,
-            arrived=self._medium_arrived,
-            stalled=self._media_stalled,
+            arrived=self._image_arrived,
+            stalled=self._images_stalled,
         )
         self._out = Outgoing()
         self.conductor = Conductor(
@@ -119,7 +119,7 @@ class BufferServer:
             machines,
             self.store,
             self._kept,
-            self._media.machine,
+            self._images.machine,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
             self._out,
@@ -129,13 +129,13 @@ class BufferServer:
         self._trainers = self._out.trainers
         self._machines = machines
         self._engines = EngineConnections(
-            self.me, clock, machines, self.conductor, self._kept, self._spool, self._media, self._out
+            self.me, clock, machines, self.conductor, self._kept, self._spool, self._images, self._out
         )
 
     async def start(self) -> dict[str, str]:
         """Bind everything; return the endpoints bound."""
         self._spool.start()
-        self._media.start()
+        self._images.start()
         at = self._config.endpoints
         trainers = await self._transport.router(at.trainers)
         engines = await self._transport.router(at.engines)
@@ -177,7 +177,7 @@ class BufferServer:
             self._services(),
             stats=self._engines.stats,
             lives=self._engines.lives,
-            counters=ChainMap(self._media.counters, self.conductor.conversations.counters),
+            counters=ChainMap(self._images.counters, self.conductor.conversations.counters),
             uptime=lambda: self._trainer_hub.uptime_seconds,
             sockets=self._sockets,
             outages=lambda: {"log": self._rows.outage, "chunks": self._kept.outage},
@@ -218,7 +218,7 @@ class BufferServer:
                     self._publish(),
                     self._tick(),
                     self._spool.run(),
-                    self._media.run(),
+                    self._images.run(),
                     self._desk.run(),
                     self._desk.watch_lag(),
                 )
@@ -234,11 +234,11 @@ class BufferServer:
 
     # --- sockets to events ---------------------------------------------------------------
 
-    def _medium_arrived(self, name: str) -> None:
-        self.conductor.apply(events.MediumArrived(name))
+    def _image_arrived(self, name: str) -> None:
+        self.conductor.apply(events.ImageArrived(name))
 
-    def _media_stalled(self, groups: list[str], why: str) -> None:
-        self.conductor.apply(events.MediaStalled(groups, why))
+    def _images_stalled(self, groups: list[str], why: str) -> None:
+        self.conductor.apply(events.ImagesStalled(groups, why))
 
     async def _serve_trainers(self) -> None:
         while True:
@@ -282,8 +282,8 @@ class BufferServer:
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
-            case wire.OpenMedium() | wire.MediumData():
-                self._media.put(self._trainer_hub.reply, address, message, name)
+            case wire.OpenImage() | wire.ImageData():
+                self._images.put(self._trainer_hub.reply, address, message, name)
             case wire.Goodbye():
                 self._trainers.remove(address)
                 self.conductor.apply(events.TrainerLost(address))
@@ -309,7 +309,7 @@ class BufferServer:
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(
-                trainer, address, submit, part, self.store, self._kept, self._media.machine
+                trainer, address, submit, part, self.store, self._kept, self._images.machine
             )
             self.conductor.apply(event, Submitted(trainer, submit, part))
             for prompt_id in part:
@@ -337,7 +337,7 @@ class BufferServer:
             self._rows.tick(self._clock.now())
             self._kept.tick(self._clock.now())
             self._spool.remove_unneeded(self.weights.sources)
-            self._media.tick()
+            self._images.tick()
             if self._engines.outbox.idle:
                 for name in sorted(self.weights.known):
                     self._out.engine(name, wire.Ping())

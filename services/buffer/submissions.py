@@ -12,8 +12,8 @@ from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import check_placed
 from seer.services.buffer.conversations import MOST_CONTEXT, Conversations, context
+from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 
@@ -32,7 +32,7 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
     turns, sessions = submit.turns or repeat(None), submit.sessions or repeat(None)
-    places = zip(groups, firsts, turns, sessions, submit.media or repeat(()), strict=False)
+    places = zip(groups, firsts, turns, sessions, submit.images or repeat(()), strict=False)
     found = {}
     for prompt_id, tokens, place in zip(submit.prompt_ids, pieces, places, strict=False):
         group, first, turn, session, seen = place
@@ -48,7 +48,7 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             params_digest=ids.params_digest(*params, group, first, seen) if group or first or seen else usual,
             turn=turn,
             session=session,
-            media=seen,
+            images=seen,
         )
     return found
 
@@ -67,7 +67,7 @@ def with_turns(
         looked_up = group_id not in store and len(prompt.tokens) <= left
         if prompt.session is not None and looked_up:
             left -= len(prompt.tokens)
-            turn = conversations.begin(group_id, context(prompt.tokens, prompt.media), prompt.session)
+            turn = conversations.begin(group_id, context(prompt.tokens, prompt.images), prompt.session)
             prompt = replace(prompt, turn=turn.spec(prompt.sampling.max_tokens))
         found[prompt_id] = prompt
     return found
@@ -97,9 +97,9 @@ def event(
     prompts: Mapping[str, SubmittedPrompt],
     store: Store,
     kept: KeptChunks,
-    media: MediaMachine,
+    images: ImageMachine,
 ) -> GroupsSubmitted:
-    """Return the event of a valid submission, with what `kept` and `media` have of its prompts."""
+    """Return the event of a valid submission, with what `kept` and `images` have of its prompts."""
     params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
@@ -111,8 +111,8 @@ def event(
             prompt.shared_id,
             prompt.first_index,
             prompt.turn,
-            max((each.length for each in prompt.media), default=0),
-            media.missing(each.name for each in prompt.media),
+            max((each.length for each in prompt.images), default=0),
+            images.missing(each.name for each in prompt.images),
             submit.stream,
         )
         for prompt_id, prompt in prompts.items()
@@ -148,12 +148,12 @@ def _check(submit: wire.Submit) -> None:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
     _check_places(submit)
     _check_turns(submit)
-    for place, (media, length) in enumerate(zip(submit.media, submit.lengths, strict=False)):
-        check_placed(media, length, f"media[{place}]")
+    for place, (images, length) in enumerate(zip(submit.images, submit.lengths, strict=False)):
+        check_placed(images, length, f"images[{place}]")
 
 
 def _check_places(submit: wire.Submit) -> None:
-    for name in ("groups", "first_indices", "turns", "sessions", "media"):
+    for name in ("groups", "first_indices", "turns", "sessions", "images"):
         value = getattr(submit, name)
         if len(value) not in (0, len(submit.prompt_ids)):
             raise InvalidField(name, len(value), f"give one per prompt, {len(submit.prompt_ids)}, or none")

@@ -16,23 +16,23 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from seer.common.errors import InvalidField, Unsampleable
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats, Placed, SamplingParams
 from seer.services.dgds.client import StreamDelta
 
 
-class PlacedMedium(NamedTuple):
-    """A medium, checked against its name, and where it stands in a chunk's tokens."""
+class PlacedImage(NamedTuple):
+    """An image, checked against its name, and where it stands in a chunk's tokens."""
 
     place: Placed
-    medium: Medium
+    image: PreparedImage
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far, of all turns.
 
-    It belongs to response `index` of its group; without a group it has no drafts and feeds none. `media` are
+    It belongs to response `index` of its group; without a group it has no drafts and feeds none. `images` are
     all that stand in the tokens, in order.
     """
 
@@ -50,7 +50,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     probe: bool = False
     turn_start: int = 0
     parks: bool = False
-    media: tuple[PlacedMedium, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def counts_from(self) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 
 from seer.common import wire
 from seer.common.errors import InvalidField
-from seer.common.media import Medium
 from seer.common.policy.draft_costs import from_percent
+from seer.common.prepared_image import PreparedImage
 from seer.common.types import check_placed
-from seer.services.engine.backend import Chunk, ChunkEnd, PlacedMedium
+from seer.services.engine.backend import Chunk, ChunkEnd, PlacedImage
 
 Place = tuple[str, int]
 """A group in which drafts are shared, and a response's index there."""
@@ -58,7 +58,7 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     if not 1 <= order.prompt_len <= len(order.tokens):
         raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
     order.sampling.check()
-    check_placed(order.media, len(order.tokens))
+    check_placed(order.images, len(order.tokens))
     place = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
     if place in taken:
         place = (order.request_id, 0)
@@ -66,8 +66,8 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     return RunningChunk(*place, order.attempt, serial, length, parks=order.parks)
 
 
-def chunk_of(order: wire.RunChunk, run: RunningChunk, medium: Callable[[str], Medium]) -> Chunk:
-    """Return the chunk as the backend takes it; `medium` returns its media by their names."""
+def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], PreparedImage]) -> Chunk:
+    """Return the chunk as the backend takes it; `image` returns its images by their names."""
     return Chunk(
         request_id=order.request_id,
         group_id=run.group_id,
@@ -83,7 +83,7 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk, medium: Callable[[str], Me
         probe=order.probe,
         turn_start=order.turn_start,
         parks=order.parks,
-        media=tuple(PlacedMedium(place, medium(place.name)) for place in order.media),
+        images=tuple(PlacedImage(place, image(place.name)) for place in order.images),
     )
 
 

@@ -7,7 +7,7 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
   dropped, and the engine registers again before it sends anything else;
 - generation waits for neither the buffer nor the dgds; a chunk whose images are not here yet waits for
-  them, alone (`media.py`);
+  them, alone (`images.py`);
 - while weights are read or loaded, or the engine goes to sleep, it still reports its status;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
   the backend fails it says `Goodbye` and ends with that error.
@@ -39,7 +39,7 @@ from seer.services.engine.best_speed import Pace
 from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
-from seer.services.engine.media import EngineMedia
+from seer.services.engine.images import EngineImages
 from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
 from seer.services.engine.nodes.same_settings import Meeting, check_nodes, meeting
@@ -116,8 +116,8 @@ class EngineServer:
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
         self._pace = Pace()
         self.running: dict[str, RunningChunk] = {}
-        self._held: dict[str, wire.RunChunk] = {}  # those of them that wait for media
-        self._media = EngineMedia(settings.media_bytes, clock, self._give, self._lack, self._wake)
+        self._held: dict[str, wire.RunChunk] = {}  # those of them that wait for images
+        self._images = EngineImages(settings.image_bytes, clock, self._give, self._lack, self._wake)
         self._places: set[Place] = set()  # of running chunks
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
@@ -174,7 +174,7 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
-                        self._media.run(),
+                        self._images.run(),
                         self._updater.run(),
                         self._peers.run(),
                         self._driver.run(),
@@ -209,8 +209,8 @@ class EngineServer:
                     self._updater.cancel(order)
                 case (wire.SpoolState() | wire.SpoolData()) as part:
                     self._updater.fetcher.arrived(part)
-                case (wire.MediumState() | wire.MediumData()) as part:
-                    self._media.arrived(part)
+                case (wire.ImageState() | wire.ImageData()) as part:
+                    self._images.arrived(part)
                 case wire.Welcome():
                     self._rejoin()
                 case wire.Refused() as refused:
@@ -241,18 +241,18 @@ class EngineServer:
                 self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._held[order.request_id] = order
-        if order.media:
-            self._media.hold(order.request_id, [place.name for place in order.media])
+        if order.images:
+            self._images.hold(order.request_id, [place.name for place in order.images])
         else:
             self._give(order.request_id)
 
     def _give(self, request_id: str) -> None:
-        """Give a chunk to the backend: all its media are here."""
+        """Give a chunk to the backend: all its images are here."""
         order = self._held.pop(request_id)
-        self._driver.add(chunk_of(order, self.running[request_id], self._media.get))
+        self._driver.add(chunk_of(order, self.running[request_id], self._images.get))
 
     def _lack(self, request_id: str, error: SeerError) -> None:
-        """Tell the buffer that a chunk's media cannot be had."""
+        """Tell the buffer that a chunk's images cannot be had."""
         self._fail(request_id, self.running[request_id].serial, error)
 
     def _copies_at(self) -> str:
@@ -279,7 +279,7 @@ class EngineServer:
     def _chunk_left(self, request_id: str, run: RunningChunk, *, finished: bool) -> None:
         self._places.discard(run.place)
         self._held.pop(request_id, None)
-        self._media.release(request_id)
+        self._images.release(request_id)
         if self._draft_groups is not None:
             self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
 
@@ -397,7 +397,7 @@ class EngineServer:
             return self._answers.pop(0)
         if self._failed:
             return self._failed.pop(0)
-        if (question := self._media.question()) is not None:
+        if (question := self._images.question()) is not None:
             return question
         if self._ended:
             ended, self._ended = self._ended, []
@@ -439,7 +439,7 @@ class EngineServer:
         while True:
             await self._clock.sleep(STATUS_SECONDS)
             self._status_due = True
-            self._media.tick()
+            self._images.tick()
             self._wake()
 
     async def _leave(self) -> None:

@@ -47,7 +47,7 @@ OBSERVED = {
 }
 """What observers ask services; nobody else waits for it, and there is none in this world."""
 
-MEDIA = {"OpenMedium", "MediumState", "MediumData", "ReadMedium"}
+IMAGES = {"OpenImage", "ImageState", "ImageData", "ReadImage"}
 """Of images."""
 
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}

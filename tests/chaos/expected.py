@@ -51,10 +51,10 @@ def weights_digest(tensors: Mapping[str, np.ndarray]) -> str:
     return whole.hexdigest()
 
 
-def shown_key(key: int, media: Sequence[tuple[str, int]]) -> int:
-    """Return the key of a response to a prompt that shows media: their names, and where they begin."""
-    if media:
-        told = " ".join(f"{name}@{offset}" for name, offset in media)
+def shown_key(key: int, images: Sequence[tuple[str, int]]) -> int:
+    """Return the key of a response to a prompt that shows images: their names, and where they begin."""
+    if images:
+        told = " ".join(f"{name}@{offset}" for name, offset in images)
         key ^= int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
     return key
 
@@ -103,10 +103,10 @@ def turn(
     most: int,
     config: EngineConfig,
     digest: str,
-    media: Sequence[tuple[str, int]] = (),
+    images: Sequence[tuple[str, int]] = (),
 ) -> Answer:
     """Return the turn after `context`, of at most so many tokens, of response `index` of a named group."""
-    key = shown_key(request_key(roll.seed, roll.number, group, index, digest), media)
+    key = shown_key(request_key(roll.seed, roll.number, group, index, digest), images)
     return response(key, context, most, config.replay.vocab_size, config.replay.mean_tokens)
 
 
@@ -131,7 +131,7 @@ class Expected:
 
         def answer(prompt: Prompt, index: int) -> Answer:
             key = request_key(seed, number, prompt.id, index, digest)
-            key = shown_key(key, [(each.medium.name, each.offset) for each in prompt.media])
+            key = shown_key(key, [(each.image.name, each.offset) for each in prompt.images])
             vocab, mean = config.replay.vocab_size, config.replay.mean_tokens
             return response(key, prompt.token_ids, sampling.max_tokens, vocab, mean)
 

@@ -6,8 +6,8 @@ import functools
 
 from pictures import picture
 
-from seer.client.media import Placed
-from seer.common.media import Medium
+from seer.client.image_uploads import Placed
+from seer.common.prepared_image import PreparedImage
 
 IMAGES = 12
 
@@ -24,5 +24,5 @@ def image(number: int, offset: int) -> Placed:
 
 
 @functools.cache
-def _picture(number: int) -> Medium:
+def _picture(number: int) -> PreparedImage:
     return picture(number, 10 + 80 * number)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from chaos.conversations import COPIES, MEDIA, Way, every
+from chaos.conversations import COPIES, IMAGES, Way, every
 from seer.common.sleep import SleepLevel
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
@@ -196,7 +196,7 @@ class Plan:
     """Times are virtual seconds. The first trainer alone updates weights and has engines sleep.
 
     Engines are on `nodes` machines, in turn, and none of these is the buffer's; weights go from one to
-    `fan_out` others. Buffer and engines keep `media_bytes` of images; 0: all.
+    `fan_out` others. Buffer and engines keep `image_bytes` of images; 0: all.
     """
 
     seed: int
@@ -229,7 +229,7 @@ class Plan:
     lease_seconds: float = 3600.0
     nodes: int = 1
     fan_out: int = 1
-    media_bytes: int = 0
+    image_bytes: int = 0
     memory: bool = False
     """The dgds has a file of past groups."""
     odd_weights: bool = False
@@ -350,7 +350,7 @@ def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float
 
 def _catches(rand: random.Random) -> tuple[Catch, ...]:
     """Draw from all types of message alike: the rare ones decide as much as those that come by thousands."""
-    ways = sorted(way for way in every() if way[0] != COPIES and way[2] not in MEDIA)
+    ways = sorted(way for way in every() if way[0] != COPIES and way[2] not in IMAGES)
     return tuple(
         Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
         for _ in range(rand.choice((0, 2, 6)))
@@ -496,10 +496,10 @@ def _with_images(rand: random.Random, plan: Plan) -> tuple[Plan, tuple[Fault, ..
     plan = replace(
         plan,
         scripts=scripts,
-        media_bytes=rand.choice((0, 2**13, 2**14)) if alone else 0,
+        image_bytes=rand.choice((0, 2**13, 2**14)) if alone else 0,
         header_bytes=max(plan.header_bytes, 2**13),  # names of images are long
     )
-    return plan, tuple(spoilt), _catches_among(rand, lambda way: way[2] in MEDIA)
+    return plan, tuple(spoilt), _catches_among(rand, lambda way: way[2] in IMAGES)
 
 
 def _showing(step: Step, images: dict[str, int]) -> Step:

@@ -148,7 +148,7 @@ class Campaign:
     async def _spoil(self, rand: random.Random, outcome: Outcome) -> None:
         """Damage the file of an image that the buffer keeps, at some moment."""
         await asyncio.sleep(rand.uniform(0.2, self.load.burst_seconds))
-        folder = Path(self.system.config.buffer.media) / "seer-media"
+        folder = Path(self.system.config.buffer.images) / "seer-images"
         files = sorted(file for file in folder.glob("*") if file.stat().st_size > IMAGE_NUMBERS)
         if files:
             with rand.choice(files).open("r+b") as opened:
@@ -211,8 +211,8 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
         config = quick() if model is None else quick("vllm")
         system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
         # Both outlive a killed buffer; of images there is room for 23, fewer than rollouts use at once.
-        folders = {"spool": str(system.folder / "spool"), "media": str(system.folder / "media")}
-        buffer = replace(system.config.buffer, media_bytes=2**26, **folders)
+        folders = {"spool": str(system.folder / "spool"), "images": str(system.folder / "images")}
+        buffer = replace(system.config.buffer, image_bytes=2**26, **folders)
         system.config = replace(system.config, buffer=buffer)
         made.append(_run(system, load, shared, result, model))
     await asyncio.gather(*made)

@@ -219,7 +219,7 @@ class System:
         left = [*self.deaths, *(f"process {pid}: {words}" for pid, words in self.processes().items())]
         ours = {f"{name}.{kind}" for name in self._slots for kind in ("toml", "log")}
         ours |= {f"{name}.{kind}" for name in self.trainers for kind in ("json", "out", "log")}
-        ours |= {"tmp", "spool", "keys", "media"}
+        ours |= {"tmp", "spool", "keys", "images"}
         left += [path.name for path in self.folder.iterdir() if path.name not in ours]
         temporary = [path.name for path in self.temporary.iterdir()]
         left += [f"tmp/{name}" for name in temporary if not name.startswith(OF_VLLM)]

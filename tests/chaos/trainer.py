@@ -27,12 +27,12 @@ from seer.client import (
     RolloutClient,
     SamplingParams,
     WeightsRefused,
-    medium,
+    prepared_image,
 )
 from seer.client.prompts import Prompt
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import SecurityConfig
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 from seer.local.child import die_with
 
 UPDATE_SECONDS = 60.0
@@ -44,7 +44,7 @@ OVERTAKEN = r"weight version \d+ is past|submit what is left under another rollo
 IMAGE_LOST = r"is not in this buffer: submit it again|is not the name of these bytes"
 """Why prompts fail whose images were damaged on the buffer's disk; they are submitted again, with their images."""
 
-NO_ROOM = r"do not fit: media in use have"
+NO_ROOM = r"do not fit: images in use have"
 """Why prompts fail while other rollouts use all room for images."""
 
 ROOM_SECONDS = 2.0
@@ -94,14 +94,14 @@ class Job(msgspec.Struct):
     def prompt(self, key: str) -> Prompt:
         """Return a prompt."""
         tokens = self.prompts[key]
-        media = [] if self.images < 0 else [Placed(image(self.images + int(key[1:])), 0, 1)]
-        return Prompt(key, token_ids=tokens, media=media)
+        images = [] if self.images < 0 else [Placed(image(self.images + int(key[1:])), 0, 1)]
+        return Prompt(key, token_ids=tokens, images=images)
 
 
-def image(number: int) -> Medium:
+def image(number: int) -> PreparedImage:
     """Return an image by its number."""
     pixels = np.full((1, IMAGE_NUMBERS), number, np.float32)
-    return medium("image", pixel_values=pixels, image_grid_thw=np.array([[1, 2, 2]]))
+    return prepared_image("image", pixel_values=pixels, image_grid_thw=np.array([[1, 2, 2]]))
 
 
 class Line(msgspec.Struct):

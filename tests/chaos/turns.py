@@ -21,7 +21,7 @@ from chaos.loops import RETRY_SECONDS, Loop, together
 from chaos.plan import InTurns, Roll
 from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.results import Response
 from seer.client.turns import NoRoom, PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.errors import Unreachable
@@ -170,7 +170,7 @@ class Turns:
         if number < len(self.how.waits):
             call = functools.partial(self._environment, self.how.waits[number])
             said = await trajectory.once(call)
-            trajectory.append(said, media=self._shown(said))
+            trajectory.append(said, images=self._shown(said))
 
     def _shown(self, said: list[int]) -> list[Placed]:
         """Return what an environment shows in its answer."""
@@ -204,12 +204,12 @@ class Turns:
         step, world = self.step, self.trainer.world
         prompt = self.prompt(found.prompt_id)
         context: list[int] = list(prompt.token_ids)  # type: ignore[arg-type]
-        media = [(each.medium.name, each.offset) for each in prompt.media]
+        images = [(each.image.name, each.offset) for each in prompt.images]
         mask, logprobs, ends = list[bool](), list[float](), list[str]()
         for number in range(self.how.turns):
             most = min(step.max_tokens, self.most_context - len(context))
             tokens, said, finish = (
-                self._expected(found.prompt_id, found.index, context, most, found.weight_version, media)
+                self._expected(found.prompt_id, found.index, context, most, found.weight_version, images)
                 if most > 0
                 else ([], [], "length")
             )
@@ -220,8 +220,8 @@ class Turns:
             ended = len(context) + len(tokens) + len(added) > self.most_context
             if ended:
                 added = []
-            media += [
-                (each.medium.name, len(context) + len(tokens)) for each in (added and self._shown(added))
+            images += [
+                (each.image.name, len(context) + len(tokens)) for each in (added and self._shown(added))
             ]
             context += [*tokens, *added]
             mask += [True] * len(tokens) + [False] * len(added)
@@ -241,11 +241,11 @@ class Turns:
         context: Sequence[int],
         most: int,
         version: int,
-        media: Sequence[tuple[str, int]] = (),
+        images: Sequence[tuple[str, int]] = (),
     ) -> expected.Answer:
         world = self.trainer.world
         digest = world.digest(version)
-        return expected.turn(self.step, group, index, context, most, world.modelled, digest, media)
+        return expected.turn(self.step, group, index, context, most, world.modelled, digest, images)
 
     def _check_weights(self, prompt: str, version: int, digest: str) -> None:
         world, wanted = self.trainer.world, self.trainer.asked[self.place]

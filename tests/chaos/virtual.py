@@ -36,7 +36,7 @@ from chaos.plan import Fault, Plan
 from chaos.plan import draw as drawn
 from chaos.values import with_values
 from chaos.world import World
-from seer.client import media as client_media
+from seer.client import image_uploads
 from seer.client import weight_update as client_weights
 from seer.common import wire
 from seer.common.blobs import on_this_machine
@@ -44,15 +44,15 @@ from seer.common.config import BufferConfig
 from seer.common.net import stream
 from seer.common.wire import codec
 from seer.services.buffer import conductor
+from seer.services.buffer.images import image_server
 from seer.services.buffer.log import writer
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError
 from seer.services.buffer.log.segments import lives
-from seer.services.buffer.media import server as buffer_media
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
 from seer.services.dgds import server as dgds_server
-from seer.services.engine import media as engine_media
+from seer.services.engine import images as engine_images
 from seer.services.engine import server as engine_server
 from seer.services.engine.weights.holders import Buffer, Holder
 
@@ -307,10 +307,10 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(dgds_server, "TTL_SECONDS", 20.0),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
-            mock.patch.object(wire, "MEDIUM_PART_BYTES", PART_BYTES),
-            mock.patch.object(client_media, "MEDIUM_PART_BYTES", PART_BYTES),
-            mock.patch.object(buffer_media, "MAX_MEDIUM_BYTES", LARGEST_BYTES),
-            mock.patch.object(engine_media, "MAX_MEDIUM_BYTES", LARGEST_BYTES),
+            mock.patch.object(wire, "IMAGE_PART_BYTES", PART_BYTES),
+            mock.patch.object(image_uploads, "IMAGE_PART_BYTES", PART_BYTES),
+            mock.patch.object(image_server, "MAX_IMAGE_BYTES", LARGEST_BYTES),
+            mock.patch.object(engine_images, "MAX_IMAGE_BYTES", LARGEST_BYTES),
             mock.patch.object(writer.Folder, "limit", SEGMENT_BYTES),
             mock.patch.object(writer.Folder, "append", _on_disk(world, writer.Folder.append)),
             mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),

@@ -325,8 +325,8 @@ def _files(world: World) -> Iterator[str]:
 
 
 def _images(world: World) -> Iterator[str]:
-    media = world.processes["buffer"].service._media
-    machine, most = media.machine, world.plan.media_bytes
+    images = world.processes["buffer"].service._images
+    machine, most = images.machine, world.plan.image_bytes
     groups = world.processes["buffer"].service.machine.groups
     if extra := set(machine._groups) - set(groups):
         yield f"images are kept for groups {sorted(extra)}"
@@ -338,7 +338,7 @@ def _images(world: World) -> Iterator[str]:
     for name, process in world.processes.items():
         if name[0] != "e":
             continue
-        kept = process.service._media
+        kept = process.service._images
         for what in ("_chunks", "_line", "_users"):
             if left := getattr(kept, what):
                 yield f"the images of {name} have {len(left)} in {what}"

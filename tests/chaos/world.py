@@ -52,7 +52,7 @@ from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
 from seer.common.process.service import Service
 from seer.common.weights.in_place import is_in_place
-from seer.common.wire import MEDIUM_STALL_SECONDS
+from seer.common.wire import IMAGE_STALL_SECONDS
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
 from seer.services.buffer.requests.state import GroupState
@@ -169,8 +169,8 @@ class World:
                 log=str(self.logs),
                 keep_chunks=plan.seed % 2 == 1,
                 spool=str(self.spool) if plan.spool else "",
-                media=str(self.home / "media") if plan.spool else "",
-                media_bytes=plan.media_bytes or 2**30,
+                images=str(self.home / "images") if plan.spool else "",
+                image_bytes=plan.image_bytes or 2**30,
             ),
             dgds=DgdsConfig(remember_path=str(self.memory) if plan.memory else "", remember_tokens=10_000),
             engine=EngineConfig(
@@ -178,7 +178,7 @@ class World:
                 replay=ReplayConfig(
                     step_seconds=plan.step_seconds, vocab_size=VOCAB, mean_tokens=plan.mean_tokens
                 ),
-                weights_endpoint=f"tcp://{name}:1", in_place_updates=True, media_bytes=plan.media_bytes or 2**30,
+                weights_endpoint=f"tcp://{name}:1", in_place_updates=True, image_bytes=plan.image_bytes or 2**30,
             ),
         )  # fmt: skip
 
@@ -220,9 +220,9 @@ class World:
             return Prompt(prompt_id, token_ids=[UNSAMPLEABLE] * length)
         number = int(prompt_id[1:])
         shown = min(step.images, length)
-        media = [image(number + each, each) for each in range(shown)]
+        images = [image(number + each, each) for each in range(shown)]
         tokens = [PLACEHOLDER] * shown + [number + 1] * (length - shown)
-        return Prompt(prompt_id, token_ids=tokens, media=media)
+        return Prompt(prompt_id, token_ids=tokens, images=images)
 
     @property
     def modelled(self) -> EngineConfig:
@@ -320,14 +320,14 @@ class World:
     def excuses_of_images(self, trainer: str) -> list[str]:
         """Return why prompts may lack their images, and be worth another try."""
         excuses = list[str]()
-        if self.plan.media_bytes:
-            excuses.append("do not fit: media in use have")
+        if self.plan.image_bytes:
+            excuses.append("do not fit: images in use have")
         if self.spoilt:
             excuses += ["is not the name of these bytes", "is not in this buffer: submit it again"]
         if self.disk_was_full:
             excuses += ["cannot be stored", "is not in this buffer: submit it again"]
         shakes_hands = 10 * (self.plan.latency + self.plan.jitter)
-        if self.away(trainer) > MEDIUM_STALL_SECONDS - BACKOFF_SECONDS - shakes_hands:
+        if self.away(trainer) > IMAGE_STALL_SECONDS - BACKOFF_SECONDS - shakes_hands:
             excuses.append("nothing of its trainer's images has come")
         return excuses
 
@@ -343,7 +343,7 @@ class World:
         process = self.processes.get("buffer")
         if process is None or process.service is None:
             return
-        for file in process.service._media._folder.root.iterdir():
+        for file in process.service._images._folder.root.iterdir():
             if size := file.stat().st_size:
                 self.spoilt += 1
                 with file.open("r+b") as opened:
@@ -689,7 +689,7 @@ def _root(error: BaseException) -> BaseException:
 def _close_files(service: Service | None) -> None:
     """Close the files, and so the locks, of a process that is dead, as its kernel does."""
     if isinstance(service, buffer.BufferServer):
-        for folder in (service._spool._folder, service._media._folder):
+        for folder in (service._spool._folder, service._images._folder):
             lock, folder._lock = folder._lock, None
             if lock is not None:
                 os.close(lock)

@@ -19,19 +19,19 @@ from seer.common.config import BufferConfig
 from seer.common.errors import InvalidField
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
-from seer.common.types import MAX_MEDIUM_BYTES
+from seer.common.types import MAX_IMAGE_BYTES
 from seer.services.buffer.response_store import Store
-from seer.services.engine.replay.backend import media_salt
+from seer.services.engine.replay.backend import image_salt
 
 SAMPLING = SamplingParams(max_tokens=90, ignore_eos=True)
-LARGE = wire.MEDIUM_PART_BYTES // 2  # numbers of an image of 4 MiB
+LARGE = wire.IMAGE_PART_BYTES // 2  # numbers of an image of 4 MiB
 PROMPTS = [
-    Prompt("a", token_ids=[1, 2, 3, 4, 5], media=[placed(1, 0), placed(2, 2, 2)]),
-    Prompt("b", token_ids=[1, 2, 3, 4, 5], media=[placed(2, 0), placed(1, 2, 2)]),
-    Prompt("c", token_ids=[1, 2, 3], media=[placed(3, 1, 1, LARGE)]),
+    Prompt("a", token_ids=[1, 2, 3, 4, 5], images=[placed(1, 0), placed(2, 2, 2)]),
+    Prompt("b", token_ids=[1, 2, 3, 4, 5], images=[placed(2, 0), placed(1, 2, 2)]),
+    Prompt("c", token_ids=[1, 2, 3], images=[placed(3, 1, 1, LARGE)]),
     Prompt("d", token_ids=[1, 2, 3, 4, 5]),
 ]
-MEDIA = {each.medium.name: each.medium for prompt in PROMPTS for each in prompt.media}
+IMAGES = {each.image.name: each.image for prompt in PROMPTS for each in prompt.images}
 
 
 async def rolled(cluster, client, prompts=PROMPTS, **options):
@@ -44,7 +44,7 @@ async def rolled(cluster, client, prompts=PROMPTS, **options):
 
 
 class Carried:
-    """Counts the bytes of media on each way, by peer and medium, and keeps the chunks that are sent."""
+    """Counts the bytes of images on each way, by peer and image, and keeps the chunks that are sent."""
 
     def __init__(self, monkeypatch):
         self.bytes, self.chunks = Counter(), []
@@ -55,12 +55,12 @@ class Carried:
             return self.chunks[-1]
 
         async def sends(channel, message):
-            if isinstance(message, wire.MediumData):
+            if isinstance(message, wire.ImageData):
                 self.bytes["trainer", message.name] += len(message.data)
             await sent(channel, message)
 
         async def replies(hub, address, message):
-            if isinstance(message, wire.MediumData):
+            if isinstance(message, wire.ImageData):
                 self.bytes[address, message.name] += len(message.data)
             return await reply(hub, address, message)
 
@@ -78,16 +78,16 @@ async def test_tokens_are_equal_whatever_the_schedule_and_each_image_comes_once(
             async with cluster.client() as client:
                 found.append(await rolled(cluster, client))
                 assert await rolled(cluster, client) == found[-1], "with what is kept of them"
-            media = cluster.services["buffer"]._media.machine
-            await eventually(lambda media=media: not media._users)
+            images = cluster.services["buffer"]._images.machine
+            await eventually(lambda images=images: not images._users)
         monkeypatch.undo()
         for (_, name), count in carried.bytes.items():
-            assert count == MEDIA[name].size, "each image once on each way"
-        assert len(carried.bytes) == len(MEDIA) * (1 + engines)
+            assert count == IMAGES[name].size, "each image once on each way"
+        assert len(carried.bytes) == len(IMAGES) * (1 + engines)
         assert len(carried.chunks) >= 16
         for order in carried.chunks:
             (prompt,) = [each for each in PROMPTS if f"/{each.id}#" in order.request_id]
-            assert order.media == [each.on_wire for each in prompt.media], "all of them, in every chunk"
+            assert order.images == [each.on_wire for each in prompt.images], "all of them, in every chunk"
     assert found[0] == found[1] == found[2]
     assert len({tuple(tokens) for tokens in found[0].values()}) == len(found[0]) == 16
 
@@ -102,20 +102,20 @@ async def test_a_chunk_that_lacks_an_image_would_give_other_tokens(monkeypatch):
     def forgetful(*args, **options):
         order = chunk(*args, **options)
         if len(order.tokens) > order.prompt_len:
-            order.media = []
+            order.images = []
         return order
 
     monkeypatch.setattr(Store, "chunk", forgetful)
     async with running(buffer=BufferConfig(chunk_size=16)) as cluster, cluster.client() as client:
         wrong = await rolled(cluster, client)
     assert {key[0] for key in right if right[key] != wrong[key]} == {"a", "b", "c"}
-    assert media_salt([]) == 0
+    assert image_salt([]) == 0
 
 
 @virtual
 async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
     forged = replace(picture(1), data=picture(77).data)
-    prompts = [Prompt("a", token_ids=[1, 2], media=[Placed(forged, 0, 1)]), PROMPTS[3]]
+    prompts = [Prompt("a", token_ids=[1, 2], images=[Placed(forged, 0, 1)]), PROMPTS[3]]
     async with running(1) as cluster, cluster.client() as client:
         rollout = await client.submit(prompts, n=1, sampling=SAMPLING)
         with pytest.raises(RequestRefused, match="is not the name of these bytes"):
@@ -123,7 +123,7 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         assert [group.prompt_id for group in rollout.groups] == ["d"]
         right = await rolled(cluster, client)
 
-        folder = cluster.services["buffer"]._media._folder.root  # and whoever can write there
+        folder = cluster.services["buffer"]._images._folder.root  # and whoever can write there
         (folder / picture(3, LARGE).name).write_bytes(picture(4, LARGE).data.tobytes())
         await cluster.start("e1")
         await cluster.kill("e0")
@@ -143,8 +143,8 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
         for turn in range(3):
             await trajectory.generate()
             if turn < 2:
-                trajectory.append([7, 8, 9], media=[placed(10 + turn, 1, 2)])
-        return [(each.medium.name, each.offset) for each in trajectory.media]
+                trajectory.append([7, 8, 9], images=[placed(10 + turn, 1, 2)])
+        return [(each.image.name, each.offset) for each in trajectory.images]
 
     async def run(engines, chunk):
         async with (
@@ -168,10 +168,10 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
     carried = Carried(monkeypatch)
     found = await run(2, 8)
     assert found == await run(1, 200)
-    assert max(len(order.media) for order in carried.chunks) == 4
+    assert max(len(order.images) for order in carried.chunks) == 4
     for prompt in PROMPTS:
         context, mask, shown = found[prompt.id, 0]
-        assert len(shown) == len(prompt.media) + 2
+        assert len(shown) == len(prompt.images) + 2
         for name, offset in shown[-2:]:
             assert name in (picture(10).name, picture(11).name)
             assert context[offset : offset + 2] == [8, 9]
@@ -182,15 +182,15 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
 async def test_an_image_that_a_tools_answer_has_a_place_for_and_lacks_is_refused():
     async def agent(trajectory):
         await trajectory.generate()
-        for tokens, media in (([7, 1, 9], []), ([1, 1, 7, 1], [placed(10, 0, 2)])):
-            with pytest.raises(InvalidField, match="no media stand for them"):
-                trajectory.append(tokens, media=media)
+        for tokens, images in (([7, 1, 9], []), ([1, 1, 7, 1], [placed(10, 0, 2)])):
+            with pytest.raises(InvalidField, match="no images stand for them"):
+                trajectory.append(tokens, images=images)
         before = trajectory.context.tolist()
-        trajectory.append([7, 1, 1], media=[placed(10, 1, 2)])
+        trajectory.append([7, 1, 1], images=[placed(10, 1, 2)])
         assert trajectory.context.tolist() == [*before, 7, 1, 1], "what was refused left nothing"
-        return [each.offset for each in trajectory.media]
+        return [each.offset for each in trajectory.images]
 
-    prompts = [Prompt("a", token_ids=[1, 1, 3], media=[placed(1, 0, 2)])]
+    prompts = [Prompt("a", token_ids=[1, 1, 3], images=[placed(1, 0, 2)])]
     async with running(1) as cluster, cluster.client() as client:
         async with client.trajectories(prompts, n=1, sampling=SAMPLING, max_context=400) as rollout:
             (group,) = [group async for group in rollout.run(agent)]
@@ -200,23 +200,23 @@ async def test_an_image_that_a_tools_answer_has_a_place_for_and_lacks_is_refused
 
 @virtual
 async def test_a_buffer_that_is_killed_while_images_travel_gets_them_again(tmp_path):
-    settings = BufferConfig(chunk_size=16, media=str(tmp_path))
+    settings = BufferConfig(chunk_size=16, images=str(tmp_path))
     async with running(2, buffer=settings) as cluster, cluster.client() as client:
         right = await rolled(cluster, client)
-    many = [Prompt(f"m{seed}", token_ids=[1, 2], media=[placed(seed, 0, 1, LARGE)]) for seed in range(12)]
+    many = [Prompt(f"m{seed}", token_ids=[1, 2], images=[placed(seed, 0, 1, LARGE)]) for seed in range(12)]
     async with running(2, buffer=settings) as cluster, cluster.client() as client:
         expected = await rolled(cluster, client, [*PROMPTS, *many])
     assert {key: expected[key] for key in right} == right
     for folder in ("kept", "lost"):
-        settings = BufferConfig(chunk_size=16, media=str(tmp_path / folder) if folder == "kept" else "")
+        settings = BufferConfig(chunk_size=16, images=str(tmp_path / folder) if folder == "kept" else "")
         async with running(2, buffer=settings) as cluster, cluster.client() as client:
             task = asyncio.create_task(rolled(cluster, client, [*PROMPTS, *many]))
-            media = cluster.services["buffer"]._media.machine
+            images = cluster.services["buffer"]._images.machine
             for _ in range(2):
-                await eventually(lambda media=media: media.bytes > 3 * LARGE)
+                await eventually(lambda images=images: images.bytes > 3 * LARGE)
                 await cluster.kill("buffer")
                 await cluster.start("buffer")
-                media = cluster.services["buffer"]._media.machine
+                images = cluster.services["buffer"]._images.machine
             assert await task == expected
 
 
@@ -234,14 +234,14 @@ async def test_an_engine_that_is_killed_costs_time_alone():
 
 @virtual
 async def test_images_beyond_what_the_buffer_keeps_fail_their_prompts_by_name():
-    half = MAX_MEDIUM_BYTES // 4 // 2
-    large = [Prompt(f"l{seed}", token_ids=[1, 2], media=[placed(seed, 0, 1, half)]) for seed in (1, 2)]
+    half = MAX_IMAGE_BYTES // 4 // 2
+    large = [Prompt(f"l{seed}", token_ids=[1, 2], images=[placed(seed, 0, 1, half)]) for seed in (1, 2)]
     async with (
-        running(1, buffer=BufferConfig(media_bytes=MAX_MEDIUM_BYTES)) as cluster,
+        running(1, buffer=BufferConfig(image_bytes=MAX_IMAGE_BYTES)) as cluster,
         cluster.client() as client,
     ):
         rollout = await client.submit([*PROMPTS, *large], n=1, sampling=SamplingParams(max_tokens=900))
-        with pytest.raises(RequestRefused, match=r"buffer\.media_bytes"):
+        with pytest.raises(RequestRefused, match=r"buffer\.image_bytes"):
             await rollout.result()
         assert len(rollout.groups) == len(PROMPTS) + 1
         (refused,) = rollout.failures
@@ -253,7 +253,7 @@ async def test_images_beyond_what_the_buffer_keeps_fail_their_prompts_by_name():
 @virtual
 async def test_images_that_never_come_fail_their_prompts_alone(monkeypatch):
     async with running(1) as cluster, cluster.client() as client:
-        monkeypatch.setattr(client._uploads, "add", lambda media: None)
+        monkeypatch.setattr(client._uploads, "add", lambda images: None)
         rollout = await client.submit(PROMPTS, n=1, sampling=SAMPLING)
         with pytest.raises(RequestRefused, match="nothing of its trainer's images has come for 30 s"):
             await rollout.result()
@@ -264,11 +264,11 @@ async def test_images_that_never_come_fail_their_prompts_alone(monkeypatch):
 @virtual
 async def test_prompts_that_are_cancelled_while_they_wait_leave_nothing(monkeypatch):
     async with running(1) as cluster, cluster.client() as client:
-        monkeypatch.setattr(client._uploads, "add", lambda media: None)
+        monkeypatch.setattr(client._uploads, "add", lambda images: None)
         rollout = await client.submit(PROMPTS[:3], n=1, sampling=SAMPLING)
         buffer = cluster.services["buffer"]
         await eventually(lambda: len(buffer.machine.registry.held) == 3)
         await rollout.cancel()
         await eventually(lambda: not buffer.machine.groups)
-        assert not buffer._media.machine._groups
-        assert not buffer._media.machine._waiting
+        assert not buffer._images.machine._groups
+        assert not buffer._images.machine._waiting

@@ -202,7 +202,7 @@ def test_the_network_policy_lets_in_what_is_used_and_no_more():
 def test_what_lasts_is_on_the_head_s_volume():
     buffer, dgds = config("buffer").buffer, config("dgds").dgds
     assert buffer.keep_chunks
-    for path in (buffer.log, buffer.media, buffer.spool, dgds.remember_path):
+    for path in (buffer.log, buffer.images, buffer.spool, dgds.remember_path):
         assert path.startswith("/var/lib/seer/")
     for name in ("buffer", "dgds"):
         mounts = {each["name"]: each["mountPath"] for each in CONTAINERS[name][1]["volumeMounts"]}

@@ -50,7 +50,7 @@ def doctor(folder, *options):
 def its_folders(folder):
     """Return options that give a system folders and files below this one, for all that it writes."""
     its = {
-        **{f"buffer.{name}": name for name in ("log", "spool", "media")}, "drafts.cache": "cache",
+        **{f"buffer.{name}": name for name in ("log", "spool", "images")}, "drafts.cache": "cache",
         "dgds.remember_path": "remembered", "pool.ssd_path": "disk",
     }  # fmt: skip
     return [*(f"--set={key}={folder / name}" for key, name in its.items()), "--set=pool.ssd_gib=1"]

@@ -84,14 +84,14 @@ def again(client: SyncRolloutClient, call: trl_runs.Call) -> int:
     turns, given = list(call.turns()), []
     for position, turn, prompt, _, _ in turns:
         shown = [*ROWS[position // G][1], *[SHOWN_BY_TOOLS] * turn]
-        media = split(mine.image_processor(images=shown, return_tensors="pt"))
-        given.append(locate(mine, prompt, media))
+        images = split(mine.image_processor(images=shown, return_tensors="pt"))
+        given.append(locate(mine, prompt, images))
 
     async def ask(client: RolloutClient) -> list[list[int]]:
         rollout = client.open_rollout(repeat=True)
         asked = [
             rollout.submit(
-                Prompt(f"{position} {turn}", token_ids=prompt, media=media),
+                Prompt(f"{position} {turn}", token_ids=prompt, images=images),
                 sampling=SamplingParams(
                     max_tokens=limit, temperature=0.9, stop_token_ids=(2, *trl_runs.LETTERS), logit_bias=never
                 ),
@@ -100,7 +100,7 @@ def again(client: SyncRolloutClient, call: trl_runs.Call) -> int:
                 group=trl_runs.group_name(call, position // G, turn),
                 first_index=position % G,
             )
-            for (position, turn, prompt, limit, _), media in zip(turns, given, strict=True)
+            for (position, turn, prompt, limit, _), images in zip(turns, given, strict=True)
         ]
         rollout.close()
         return [(await each.result()).responses[0].token_ids.tolist() for each in asked]
@@ -154,9 +154,9 @@ def test_grpo_with_images_in_prompts_and_from_tools(system, model, tmp_path, mon
         assert apart.abs().max() < 5e-4, "the forward pass saw what the engines saw"
         assert "pixel_values" in call.scored
     with SyncRolloutClient(system.endpoint) as client:
-        before = client.status().counters["media_received_bytes"]
+        before = client.status().counters["image_received_bytes"]
         assert all(again(client, call) > 2 * G * 1.5 for call in calls)
-        assert client.status().counters["media_received_bytes"] == before, "the buffer had each image"
+        assert client.status().counters["image_received_bytes"] == before, "the buffer had each image"
 
 
 @pytest.mark.breadth
@@ -193,21 +193,21 @@ def test_the_gateway_gives_the_tokens_of_the_trainer_s_own_prompt(system, model)
             }
         ]
         text = mine.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        tokens, media, _ = prepare(mine, text, [picture(5), picture(6, 24, 40)])
+        tokens, images, _ = prepare(mine, text, [picture(5), picture(6, 24, 40)])
         asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 24, "ignore_eos": True, "n": 4,
                  "return_token_ids": True, "logprobs": True, "seed": 5}  # fmt: skip
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
         assert answer.status_code == 200, answer.text
         got = answer.json()
         assert got["prompt_token_ids"] == tokens
-        assert [each["name"] for each in got["media"]] == [each.medium.name for each in media]
+        assert [each["name"] for each in got["images"]] == [each.image.name for each in images]
         from seer.gateway.group_names import request_hashes
 
         sampling = SamplingParams(max_tokens=24, ignore_eos=True)
-        name = f"seed-{request_hashes([tokens], sampling, [each.medium.name for each in media])[0]}"
+        name = f"seed-{request_hashes([tokens], sampling, [each.image.name for each in images])[0]}"
         with SyncRolloutClient(system.endpoint) as client:
             rollout = client.submit(
-                [Prompt(name, token_ids=tokens, media=media)],
+                [Prompt(name, token_ids=tokens, images=images)],
                 n=4,
                 sampling=sampling,
                 seed=5,

@@ -19,15 +19,15 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvi
 
 from vision_models import IMAGE, picture, processor_of
 
-from seer.client import Placed as PlacedImage
-from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, medium
+from seer.client import Placed as ClientPlaced
+from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, prepared_image
 from seer.common import ids
 from seer.common.config import DraftsConfig, load
 from seer.common.errors import EngineError, InvalidField
 from seer.common.types import Placed
 from seer.local.pool_plan import import_problem
 from seer.local.system import LocalSystem
-from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedImage
 from seer.services.engine.vllm import self_test
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.images import Images
@@ -69,20 +69,20 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     engine.core._reset_caches()
 
 
-Given = tuple[list[int], tuple[PlacedMedium, ...]]
+Given = tuple[list[int], tuple[PlacedImage, ...]]
 """A prompt's tokens, and its pictures in their places."""
 
 
 def prompt(family: str, words: str, *pictures: object) -> Given:
     """Return a prompt as an engine gets it; a picture takes the place of each #."""
-    tokens, media, _ = vision_models.prompt(processor_of(family), words, *pictures)
-    return tokens, tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    tokens, images, _ = vision_models.prompt(processor_of(family), words, *pictures)
+    return tokens, tuple(PlacedImage(each.on_wire, each.image) for each in images)
 
 
 def asked(family: str, *lines: tuple[object, ...]) -> list[Prompt]:
     """Return prompts as a trainer submits them, each of words and pictures."""
     made = [vision_models.prompt(processor_of(family), *line) for line in lines]
-    return [Prompt(str(i), token_ids=tokens, media=media) for i, (tokens, media, _) in enumerate(made)]
+    return [Prompt(str(i), token_ids=tokens, images=images) for i, (tokens, images, _) in enumerate(made)]
 
 
 def prompts(family: str) -> dict[str, Given]:
@@ -97,10 +97,10 @@ def prompts(family: str) -> dict[str, Given]:
 
 
 def chunk(name: str, index: int, given, output: list[int] = (), new: int = 10_000, group: str = "") -> Chunk:
-    tokens, media = given
+    tokens, images = given
     return Chunk(
         request_id=f"{name}#{index}", group_id=group, index=index, attempt=0, key=1000 + 7 * index + len(name),
-        prompt_len=len(tokens), max_new_tokens=new, sampling=SAMPLING, tokens=[*tokens, *output], media=media,
+        prompt_len=len(tokens), max_new_tokens=new, sampling=SAMPLING, tokens=[*tokens, *output], images=images,
     )  # fmt: skip
 
 
@@ -186,9 +186,9 @@ def test_logits_are_those_of_transformers(backend, family, model):
 
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     processor = processor_of(family)
-    for words, *pictures in (("a b # c d", picture(1)), ("# e # f g", picture(2, 24, 40), picture(3, 8, 16))):
-        tokens, media, inputs = vision_models.prompt(processor, words, *pictures)
-        placed = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    for words, *pil in (("a b # c d", picture(1)), ("# e # f g", picture(2, 24, 40), picture(3, 8, 16))):
+        tokens, images, inputs = vision_models.prompt(processor, words, *pil)
+        placed = tuple(PlacedImage(each.on_wire, each.image) for each in images)
         with torch.no_grad():
             expected = reference(**inputs).logits[0, -1].numpy()
         one = msgspec.structs.replace(chunk("p", 0, (tokens, placed)), max_new_tokens=1)
@@ -206,7 +206,7 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
     output = run(backend, [chunk("two", 0, (tokens, shown))])["two#0"].tokens[:9]
     ways = logits_by_ways(backend.probe, [*tokens, *output], len(tokens), 1000 + 3, SAMPLING, shown)
     with torch.no_grad():
-        inputs = vision_models.prompt(processor_of(family), "# e # f g", *pictures).inputs
+        inputs = vision_models.prompt(processor_of(family), "# e # f g", *pil).inputs
         inputs = dict(inputs) | {
             "input_ids": torch.tensor([[*tokens, *output]]),
             "attention_mask": torch.ones(1, len(tokens) + len(output), dtype=torch.long),
@@ -229,31 +229,31 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
 
 def test_an_image_that_is_left_out_is_refused(backend, family):
     """vLLM itself would give wrong tokens, without an error."""
-    tokens, media = prompts(family)["two"]
-    for some in ((), media[:1], media[1:]):
+    tokens, images = prompts(family)["two"]
+    for some in ((), images[:1], images[1:]):
         with pytest.raises(InvalidField, match="vLLM would read the others as text"):
             backend.add(chunk("p", 0, (tokens, some)))
         with pytest.raises(InvalidField, match="vLLM would read the others as text"):
             backend.add(chunk("p", 0, (tokens, some), output=[9, 8, IMAGE]))
-    whole = run(backend, [chunk("p", 0, (tokens, media), output=[9, 8, IMAGE])])
+    whole = run(backend, [chunk("p", 0, (tokens, images), output=[9, 8, IMAGE])])
     assert len(whole["p#0"].tokens) == LENGTH - 3, "behind the prompt it may be the model's own"
 
 
 def test_other_pixels_under_a_known_name_are_not_read(backend, family):
-    """Whoever reads a medium checks it against its name; vLLM knows nothing but the name."""
+    """Whoever reads an image checks it against its name; vLLM knows nothing but the name."""
     tokens, ((place, known),) = prompts(family)["one"]
-    expected = run(backend, [chunk("p", 0, (tokens, [PlacedMedium(place, known)]))])["p#0"].tokens
+    expected = run(backend, [chunk("p", 0, (tokens, [PlacedImage(place, known)]))])["p#0"].tokens
     processor = processor_of(family)
-    other = vision_models.prompt(processor, "#", picture(77)).media[0].medium
-    from seer.common.media import read
+    other = vision_models.prompt(processor, "#", picture(77)).images[0].image
+    from seer.common.prepared_image import read
 
     with pytest.raises(InvalidField, match="is not the name of these bytes"):
         read(known.name, other.data)
-    assert run(backend, [chunk("p", 0, (tokens, [PlacedMedium(place, known)]))])["p#0"].tokens == expected
+    assert run(backend, [chunk("p", 0, (tokens, [PlacedImage(place, known)]))])["p#0"].tokens == expected
 
 
 def spoilt(image, **changes):
-    return medium("image", **(dict(image.tensors) | changes))
+    return prepared_image("image", **(dict(image.tensors) | changes))
 
 
 def test_what_vllm_could_not_run_is_refused_by_name(backend, family):
@@ -262,8 +262,8 @@ def test_what_vllm_could_not_run_is_refused_by_name(backend, family):
     bad = pixels.copy()
     bad[3, 5] = np.nan
     cases = {
-        "media[0].length": [(Placed(image.name, place.offset, place.length - 1), image)],
-        "media[0].offset": [(Placed(image.name, place.offset - 1, place.length), image)],
+        "images[0].length": [(Placed(image.name, place.offset, place.length - 1), image)],
+        "images[0].offset": [(Placed(image.name, place.offset - 1, place.length), image)],
         "pixel_values": [
             (place, spoilt(image, pixel_values=bad)),
             (place, spoilt(image, pixel_values=pixels[1:])),
@@ -273,17 +273,17 @@ def test_what_vllm_could_not_run_is_refused_by_name(backend, family):
     for field, wrong in cases.items():
         for where, what in wrong:
             with pytest.raises(InvalidField) as refused:
-                backend.add(chunk("p", 0, (tokens, [PlacedMedium(where, what)])))
+                backend.add(chunk("p", 0, (tokens, [PlacedImage(where, what)])))
             assert refused.value.field == field
     assert not backend.has_work()
     most, before = backend._images._most, backend._images
     backend._images = Images(before._model, place.length - 1)
     with pytest.raises(InvalidField, match="encoder takes images of at most"):
-        backend.add(chunk("p", 0, (tokens, [PlacedMedium(place, image)])))
+        backend.add(chunk("p", 0, (tokens, [PlacedImage(place, image)])))
     backend._images = before
     assert backend.capacity.image_tokens == most >= 256 // 4
     with pytest.raises(InvalidField, match="this engine's model has no images"):
-        Images(None, 0).features(chunk("p", 0, (tokens, [PlacedMedium(place, image)])))
+        Images(None, 0).features(chunk("p", 0, (tokens, [PlacedImage(place, image)])))
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def direct(backend: VllmBackend, shown: list[Prompt], n: int) -> list[list[int]]
             request_id=f"{prompt.id}#{index}", group_id="", index=index, attempt=0, sampling=SAMPLING,
             key=ids.request_key(0, 0, prompt.id, index), prompt_len=len(prompt.token_ids),
             max_new_tokens=LENGTH, tokens=list(prompt.token_ids),
-            media=tuple(PlacedMedium(each.on_wire, each.medium) for each in prompt.media),
+            images=tuple(PlacedImage(each.on_wire, each.image) for each in prompt.images),
         ) for prompt in shown for index in range(n)
     ]  # fmt: skip
     found = run(backend, chunks)
@@ -419,12 +419,12 @@ async def test_a_whole_system_gives_the_same_tokens_and_moves_each_image_once(fa
                 ):
                     await asyncio.sleep(0.1)  # engines report once a second
             assert max(runs) <= 3 * 4
-            sizes = {each.medium.name: each.medium.size for prompt in shown for each in prompt.media}
+            sizes = {each.image.name: each.image.size for prompt in shown for each in prompt.images}
             counters = (await client.status()).counters
-            assert counters["media_received_bytes"] == sum(sizes.values())
-            assert counters["media_sent_bytes"] == engines * sum(sizes.values())
-            forged = replace(shown[0].media[0].medium, tensors={})
-            wrong = [Prompt("w", token_ids=[7, IMAGE, 8], media=[PlacedImage(forged, 1, 1)])]
+            assert counters["image_received_bytes"] == sum(sizes.values())
+            assert counters["image_sent_bytes"] == engines * sum(sizes.values())
+            forged = replace(shown[0].images[0].image, tensors={})
+            wrong = [Prompt("w", token_ids=[7, IMAGE, 8], images=[ClientPlaced(forged, 1, 1)])]
             with pytest.raises(RolloutFailed, match="this image takes 6 tokens"):
                 await (await client.submit(wrong, n=1, sampling=SAMPLING)).result()
     assert found[0] == found[1]

@@ -113,28 +113,28 @@ def _of_a_sibling(chunk: Any) -> dict[str, Any]:
     return {"tokens": tokens[:start] + (theirs + mine[len(theirs) :])[: len(mine)]}
 
 
-def _media(change: Callable[[list[Any]], list[Any]]) -> Changed:
-    """`change` gets those media of a chunk that are as long as each other; places stay as they are."""
+def _images(change: Callable[[list[Any]], list[Any]]) -> Changed:
+    """`change` gets those images of a chunk that are as long as each other; places stay as they are."""
 
     def changed(chunk: Any) -> dict[str, Any]:
-        media = list(chunk.media)
-        for length in {place.length for place, _ in media}:
-            alike = [i for i, (place, _) in enumerate(media) if place.length == length]
-            for i, medium in zip(alike, change([media[i].medium for i in alike]), strict=True):
-                media[i] = media[i]._replace(medium=medium)
-        return {"media": tuple(media)}
+        images = list(chunk.images)
+        for length in {place.length for place, _ in images}:
+            alike = [i for i, (place, _) in enumerate(images) if place.length == length]
+            for i, image in zip(alike, change([images[i].image for i in alike]), strict=True):
+                images[i] = images[i]._replace(image=image)
+        return {"images": tuple(images)}
 
     return changed
 
 
-def _painted(medium: Any) -> Any:
+def _painted(image: Any) -> Any:
     """Return an image whose pixels are negated, under another name."""
-    from seer.common import media
+    from seer.common import prepared_image
 
     tensors = {
-        name: -tensor if tensor.dtype.kind == "f" else tensor for name, tensor in medium.tensors.items()
+        name: -tensor if tensor.dtype.kind == "f" else tensor for name, tensor in image.tensors.items()
     }
-    return media.make(medium.modality, tensors)
+    return prepared_image.make(image.modality, tensors)
 
 
 def _lowered(generated: Any, by: float) -> None:
@@ -242,9 +242,9 @@ FAULTS: dict[str, Fault] = {
     "kv-block-zeroed": Fault("pool", "chunk-16", zeroes=True),
     "draft-history-lost": Fault("draft", "drafts-sampling", forgets_drafts=True),
     "draft-stops-late": Fault("draft", "drafts-sampling", stops_late=True),
-    "image-of-the-first": Fault("image", "chunk-16", chunk=_media(lambda m: [m[0]] * len(m))),
-    "image-exchanged": Fault("image", "chunk-16", chunk=_media(lambda media: media[::-1])),
-    "image-negated": Fault("image", "chunk-16", chunk=_media(lambda m: [_painted(each) for each in m])),
+    "image-of-the-first": Fault("image", "chunk-16", chunk=_images(lambda m: [m[0]] * len(m))),
+    "image-exchanged": Fault("image", "chunk-16", chunk=_images(lambda images: images[::-1])),
+    "image-negated": Fault("image", "chunk-16", chunk=_images(lambda m: [_painted(each) for each in m])),
 }
 
 

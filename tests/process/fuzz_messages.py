@@ -47,7 +47,7 @@ TRAINERS_WEIGHTS = ("OpenSpool", "SpoolData", "UpdateWeights", "Sleep")
 ENGINES_WEIGHTS = ("OpenSpool", "ReadSpool", "WeightsPrepared", "WeightsLoaded", "Slept")
 STREAMS = ("v1", "v2", "vx.y", "../v", "")
 STREAM_BYTES = 2**16
-MEDIA = ("a" * 64, "b" * 64, "../" + "c" * 61, "")
+IMAGES = ("a" * 64, "b" * 64, "../" + "c" * 61, "")
 
 JUNK = (None, True, "x", b"\xff", [], {}, [[]], 1.5, -1)
 NOWHERE = {"kv_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
@@ -135,16 +135,16 @@ class Maker:
         }  # fmt: skip
         some["trainers"] += self._of_weights(*TRAINERS_WEIGHTS)
         some["engines"] += self._of_weights(*ENGINES_WEIGHTS)
-        name = rng.choice(MEDIA)
+        name = rng.choice(IMAGES)
         begun = {"name": name, "size": 4 * count, "offset": rng.choice((0, 0, 4))}
         opened = {"name": name, "size": rng.choice((4 * count, 2**26))}
-        placed = [rng.choice(MEDIA), rng.choice((0, 1, -1)), rng.choice((1, count, 2**62))]
+        placed = [rng.choice(IMAGES), rng.choice((0, 1, -1)), rng.choice((1, count, 2**62))]
         some["trainers"] += [
-            ("OpenMedium", opened, []),
-            ("MediumData", {**begun, "data": [1, "u1"]}, [tokens]),
-            ("Submit", {**submit, "media": rng.choice(([[placed]], [], [[placed] * 3]))}, [tokens]),
+            ("OpenImage", opened, []),
+            ("ImageData", {**begun, "data": [1, "u1"]}, [tokens]),
+            ("Submit", {**submit, "images": rng.choice(([[placed]], [], [[placed] * 3]))}, [tokens]),
         ]
-        some["engines"].append(("ReadMedium", {"name": name, "offset": rng.choice((0, 1, 2**26))}, []))
+        some["engines"].append(("ReadImage", {"name": name, "offset": rng.choice((0, 1, 2**26))}, []))
         tag, fields, arrays = rng.choice(some.get(socket, [("SnapshotRequest", {}, [])]))
         self.types[tag] += 1
         return [msgspec.msgpack.encode({"type": tag, **fields}), *arrays]

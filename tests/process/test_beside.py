@@ -62,7 +62,7 @@ def production(tmp_path: Path) -> Config:
         "engine.backend=replay", "engine.replay.step_seconds=0.0005",
         "engine.replay.mean_tokens=30", "dgds.remember_tokens=1000", "buffer.keep_chunks=true", "pool.ssd_gib=1",
         f"engine.weights_endpoint=tcp://127.0.0.1:{port}",
-        *(f"buffer.{name}={tmp_path}/its/{name}" for name in ("log", "spool", "media")),
+        *(f"buffer.{name}={tmp_path}/its/{name}" for name in ("log", "spool", "images")),
         f"dgds.remember_path={tmp_path}/its/remembered", f"drafts.cache={tmp_path}/its/cache",
         f"pool.ssd_path={tmp_path}/its/disk",
     ]  # fmt: skip
@@ -100,7 +100,7 @@ async def test_verify_beside_a_running_system_changes_nothing_of_it(
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
     assert check.returncode == 0, check.stdout + check.stderr
-    assert {"log", "spool", "media", "remembered", "cache"} <= {
+    assert {"log", "spool", "images", "remembered", "cache"} <= {
         each.name for each in (tmp_path / "its").iterdir()
     }
 

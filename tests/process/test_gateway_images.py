@@ -59,9 +59,9 @@ def prepared(*content: object) -> Any:
     return prepare(processor, text, pictures)
 
 
-async def media_bytes(system: GatewaySystem) -> int:
+async def image_bytes(system: GatewaySystem) -> int:
     async with RolloutClient(system.endpoint) as client:
-        return (await client.status()).counters["media_received_bytes"]
+        return (await client.status()).counters["image_received_bytes"]
 
 
 async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
@@ -71,10 +71,10 @@ async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
     mine = prepared("a", one, "b", other)
     asked = body(words("a"), part(one), words("b"), part(other), seed=3, n=2)
     got = await ok(http.post(CHAT, json=asked))
-    names = [each.medium.name for each in mine.media]
+    names = [each.image.name for each in mine.images]
     assert got["prompt_token_ids"] == mine.token_ids
-    assert got["media"] == [
-        {"name": each.medium.name, "offset": each.offset, "length": each.length} for each in mine.media
+    assert got["images"] == [
+        {"name": each.image.name, "offset": each.offset, "length": each.length} for each in mine.images
     ]
     assert got["processed_by"]["processor"] == "Qwen2VLProcessor"
     assert got["processed_by"]["image_processor"] == "Qwen2VLImageProcessor"
@@ -82,7 +82,7 @@ async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     name = f"seed-{request_hashes([mine.token_ids], sampling, names)[0]}"
     async with RolloutClient(system.endpoint) as client:
-        prompt = Prompt(name, token_ids=mine.token_ids, media=mine.media)
+        prompt = Prompt(name, token_ids=mine.token_ids, images=mine.images)
         rollout = await client.submit([prompt], n=2, sampling=sampling, seed=3, rollout_number=0)
         (group,) = await rollout.result()
     ids = [choice["token_ids"] for choice in got["choices"]]
@@ -92,8 +92,8 @@ async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
         for line in (await http.post(CHAT, json=asked | {"stream": True})).text.split("\n\n")
         if line and line != "data: [DONE]"
     ]
-    assert parts[0]["media"] == got["media"]
-    assert not any("media" in each for each in parts[2:]), "the role of each choice comes with it"
+    assert parts[0]["images"] == got["images"]
+    assert not any("images" in each for each in parts[2:]), "the role of each choice comes with it"
     streamed: list[list[int]] = [[], []]
     for choice in (choice for each in parts for choice in each["choices"]):
         streamed[choice["index"]] += choice.get("token_ids") or []
@@ -117,7 +117,7 @@ async def test_siblings_and_later_turns_send_an_image_once(
     system: GatewaySystem, http: httpx.AsyncClient
 ) -> None:
     one = picture(11, 16, 16)
-    before = await media_bytes(system)
+    before = await image_bytes(system)
     asked = body(part(one), words("a"), max_tokens=4)
     groups = [{"X-Seer-Group": "images/1", "X-Seer-Index": str(index)} for index in range(3)]
     got = await asyncio.gather(*(ok(http.post(CHAT, json=asked, headers=each)) for each in groups))
@@ -127,8 +127,8 @@ async def test_siblings_and_later_turns_send_an_image_once(
     assert [each["choices"][0]["token_ids"] for each in got] == [
         each["token_ids"] for each in together["choices"]
     ]
-    (size,) = (each.medium.size for each in prepared(one, "a").media)
-    assert await media_bytes(system) == before + size
+    (size,) = (each.image.size for each in prepared(one, "a").images)
+    assert await image_bytes(system) == before + size
 
 
 async def test_a_conversation_goes_on_with_its_own_images_alone(
@@ -136,7 +136,7 @@ async def test_a_conversation_goes_on_with_its_own_images_alone(
 ) -> None:
     """A word a turn, which becomes the same token again; a tool answers with an image."""
     one, other = picture(21, 16, 16), picture(22, 16, 16)
-    before, counts = await media_bytes(system), system.counts("gateway")
+    before, counts = await image_bytes(system), system.counts("gateway")
     asked = body(part(one), words("a"), max_tokens=1, seed=1)
     history = asked["messages"]
 
@@ -147,16 +147,16 @@ async def test_a_conversation_goes_on_with_its_own_images_alone(
 
     for number in range(3):
         answer = await turn(history)
-        assert len(answer["media"]) == min(number, 1) + 1
-        lengths = sum(each["length"] for each in answer["media"])
+        assert len(answer["images"]) == min(number, 1) + 1
+        lengths = sum(each["length"] for each in answer["images"])
         assert answer["prompt_token_ids"].count(IMAGE) == lengths
         said = answer["choices"][0]["message"]["content"]
         follow = {"role": "user", "content": "c"}
         if number == 0:
             follow = {"role": "tool", "content": [words("b"), part(other)]}
         history = [*history, {"role": "assistant", "content": said}, follow]
-    (size,) = (each.medium.size for each in prepared(one, "a").media)
-    assert await media_bytes(system) == before + 2 * size, "both images have one size, and each came once"
+    (size,) = (each.image.size for each in prepared(one, "a").images)
+    assert await image_bytes(system) == before + 2 * size, "both images have one size, and each came once"
     after = system.counts("gateway")
     assert (after["later_turns"], after["segments"]) == (counts["later_turns"] + 2, counts["segments"])
     await turn([{"role": "user", "content": [part(picture(23, 16, 16)), words("a")]}, *history[1:]])

@@ -18,7 +18,7 @@ SETTINGS = [
 ]  # fmt: skip
 SAMPLING = SamplingParams(max_tokens=200, ignore_eos=True)
 PROMPTS = [
-    Prompt(f"p{seed}", token_ids=[1, 2, 3], media=[placed(seed, 1, 1, wire.MEDIUM_PART_BYTES // 2)])
+    Prompt(f"p{seed}", token_ids=[1, 2, 3], images=[placed(seed, 1, 1, wire.IMAGE_PART_BYTES // 2)])
     for seed in range(24)
 ]
 """Each shows an image of 4 MiB."""
@@ -39,14 +39,14 @@ async def test_whoever_is_killed_while_images_travel_gets_them_again(monkeypatch
             async with asyncio.timeout(30):
                 while True:
                     counters = (await client.status()).counters
-                    if counters["media_received_bytes"] or counters["media_sent_bytes"]:
+                    if counters["image_received_bytes"] or counters["image_sent_bytes"]:
                         break
                     await asyncio.sleep(0.005)
             os.kill(system.pids[name], signal.SIGKILL)
             await asyncio.sleep(0.5)
         disturbed = await task
         assert await rolled(client) == disturbed
-        size = PROMPTS[0].media[0].medium.size
+        size = PROMPTS[0].images[0].image.size
         counters = (await client.status()).counters
-        assert counters["media_received_bytes"] <= 24 * size, "to this life of the buffer, each once at most"
-        assert counters["media_sent_bytes"] <= 2 * 24 * size
+        assert counters["image_received_bytes"] <= 24 * size, "to this life of the buffer, each once at most"
+        assert counters["image_sent_bytes"] <= 2 * 24 * size

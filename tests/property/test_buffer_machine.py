@@ -40,7 +40,7 @@ from seer.services.context.context_machine import EstimateMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")
-MEDIA = ("x", "y")
+IMAGES = ("x", "y")
 
 
 def mirrored(event: events.Event) -> events.Event:
@@ -159,13 +159,13 @@ class BufferModel(RuleBasedStateMachine):
         other=st.booleans(),
         ahead=st.sampled_from((-1, -1, 0, 1)),
         image=st.sampled_from((0, 0, 4, 16)),
-        missing=st.lists(st.sampled_from(MEDIA), unique=True),
+        missing=st.lists(st.sampled_from(IMAGES), unique=True),
     )
     def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead, image, missing):
         first = max(0, self.prompts - again)
-        media = {"image_tokens": image, "missing": missing if image else []}
+        shown = {"image_tokens": image, "missing": missing if image else []}
         specs = [
-            events.GroupSpec(str(first + i), prompt_len, not (again and other), **media) for i in range(count)
+            events.GroupSpec(str(first + i), prompt_len, not (again and other), **shown) for i in range(count)
         ]
         self.prompts = max(self.prompts, first + count)
         self.uses += other
@@ -177,19 +177,19 @@ class BufferModel(RuleBasedStateMachine):
             events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life)
         )
 
-    @rule(name=st.sampled_from(MEDIA))
+    @rule(name=st.sampled_from(IMAGES))
     def arrive(self, name):
-        self.send(events.MediumArrived(name))
+        self.send(events.ImageArrived(name))
         assert not [group for group in self.machine.groups.values() if name in group.missing]
 
     @rule(data=st.data())
     def stall(self, data):
-        """The store reports what has waited for too long; a group may have got its media, or be gone."""
+        """The store reports what has waited for too long; a group may have got its images, or be gone."""
         named = [*self.machine.groups, "r/gone"]
         some = data.draw(st.lists(st.sampled_from(named), unique=True, max_size=3))
         waited = [name for name in some if name in self.machine.groups and self.machine.groups[name].missing]
         before = set(self.machine.groups)
-        self.send(events.MediaStalled(some, "they do not come"))
+        self.send(events.ImagesStalled(some, "they do not come"))
         assert before - set(self.machine.groups) == set(waited)
 
     @rule(
@@ -401,8 +401,8 @@ class BufferModel(RuleBasedStateMachine):
         self.send(Left(NAMES))
         self.send(events.SubmissionsHeld(False))
         big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096, image_tokens=32)
-        for name in MEDIA:
-            self.send(events.MediumArrived(name))
+        for name in IMAGES:
+            self.send(events.ImageArrived(name))
         self.send(orders.joined("z", big))
         self.now += 60.0
         self.send(Tick())

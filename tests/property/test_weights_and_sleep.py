@@ -24,8 +24,8 @@ from seer.common.weights.in_place import is_in_place
 from seer.services.buffer import sleep_machine, submissions
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
+from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store
@@ -95,7 +95,7 @@ class World:
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep_machine.SleepMachine(50.0), Store()
         self.conductor = Conductor(
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0, lambda _: None),
-            MediaMachine(0), 1e9, 1e9, self, [self],
+            ImageMachine(0), 1e9, 1e9, self, [self],
         )  # fmt: skip
         twin = RequestMachine(self.machine.policy, self.machine.limits)
         self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep_machine.SleepMachine(50.0))

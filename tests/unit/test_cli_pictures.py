@@ -56,12 +56,12 @@ def read(folder, *records, processor=True):
     return read_prompts(path, None, pictures)
 
 
-def test_pictures_become_media_where_their_placeholders_stand(folder):
+def test_pictures_become_images_where_their_placeholders_stand(folder):
     (line,) = read(folder, {"id": "a", "prompt": "# and #", "images": ["a.png", "deep/b.png"], "answer": 5})
     prompt = line.prompt
     assert prompt.token_ids.tolist() == [3, PAD, PAD, PAD, PAD, 3, PAD, PAD, PAD, PAD, 7]
-    assert [(each.offset, each.length) for each in prompt.media] == [(1, 4), (6, 4)]
-    assert [each.medium.tensors["pixel_values"][0, 0] for each in prompt.media] == [10, 20]
+    assert [(each.offset, each.length) for each in prompt.images] == [(1, 4), (6, 4)]
+    assert [each.image.tensors["pixel_values"][0, 0] for each in prompt.images] == [10, 20]
     assert prompt.metadata == {"answer": 5}
 
 

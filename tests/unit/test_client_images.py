@@ -44,14 +44,14 @@ SMALL, LARGE = (1, 2, 2), (1, 4, 6)
 
 def test_each_image_gets_its_tokens_and_its_part_of_the_tensors():
     processor = Processor()
-    tokens, media, inputs = prepare(processor, "what <image> and <image> then", [LARGE, SMALL])
+    tokens, images, inputs = prepare(processor, "what <image> and <image> then", [LARGE, SMALL])
     assert tokens == [4, 1, *[PAD] * 6, 2, 3, 1, PAD, 2, 4]
-    assert [(each.offset, each.length) for each in media] == [(2, 6), (11, 1)]
-    pixels = [each.medium.tensors["pixel_values"] for each in media]
+    assert [(each.offset, each.length) for each in images] == [(2, 6), (11, 1)]
+    pixels = [each.image.tensors["pixel_values"] for each in images]
     assert np.concatenate(pixels).tolist() == inputs["pixel_values"].tolist(), (
         "the trainer's tensors, all of them"
     )
-    assert [each.medium.tensors["image_grid_thw"].tolist() for each in media] == [
+    assert [each.image.tensors["image_grid_thw"].tolist() for each in images] == [
         [list(LARGE)],
         [list(SMALL)],
     ]
@@ -60,13 +60,13 @@ def test_each_image_gets_its_tokens_and_its_part_of_the_tensors():
 
 def test_images_side_by_side_are_told_apart():
     changes = {"input_ids": np.array([[PAD] * 7])}
-    _, media, _ = prepare(Processor(**changes), "x", [LARGE, SMALL])
-    assert [(each.offset, each.length) for each in media] == [(0, 6), (6, 1)]
+    _, images, _ = prepare(Processor(**changes), "x", [LARGE, SMALL])
+    assert [(each.offset, each.length) for each in images] == [(0, 6), (6, 1)]
 
 
-def test_text_alone_has_no_media():
-    tokens, media, _ = prepare(Processor(), "what then", [])
-    assert (tokens, media) == ([4, 4], [])
+def test_text_alone_has_no_images():
+    tokens, images, _ = prepare(Processor(), "what then", [])
+    assert (tokens, images) == ([4, 4], [])
 
 
 @pytest.mark.parametrize(

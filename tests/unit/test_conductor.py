@@ -13,8 +13,8 @@ from seer.services.buffer import sleep_machine, submissions
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
+from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.log.kept import KeptChunks
-from seer.services.buffer.media.media_machine import MediaMachine
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store
@@ -36,13 +36,13 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.lost = []
         self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep_machine.SleepMachine(9.0), Store()
-        self.media = MediaMachine(2**30)
+        self.images = ImageMachine(2**30)
         self.conductor = Conductor(
             self,
             BufferMachine(self.machine, self.weights, self.sleep),
             self.store,
             KeptChunks("", 1.0, 0.0, lambda _: None),
-            self.media,
+            self.images,
             20.0,
             60.0,
             self,
@@ -77,7 +77,7 @@ class World:
         )
         tokens = submissions.prompts(submit)
         event = submissions.event(
-            "t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0, lambda _: None), self.media
+            "t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0, lambda _: None), self.images
         )
         self.conductor.apply(event, Submitted("t", submit, tokens))
 
@@ -272,7 +272,7 @@ def test_two_trainers_cannot_make_the_store_lose_a_prompt():
     )  # fmt: skip
     tokens = submissions.prompts(other)
     event = submissions.event(
-        "u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0, lambda _: None), world.media
+        "u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0, lambda _: None), world.images
     )
     world.conductor.apply(event, Submitted("u", other, tokens))
     assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
@@ -350,67 +350,67 @@ WITH_IMAGES = structs.replace(REGISTER, capacity=structs.replace(REGISTER.capaci
 
 
 def arrive(world, name):
-    kept = world.media.get(name)
+    kept = world.images.get(name)
     if kept is None:
-        world.media.begin(name, 5, world.time)
-        kept = world.media.get(name)
+        world.images.begin(name, 5, world.time)
+        kept = world.images.get(name)
     kept.have, kept.checked = 5, True
-    world.conductor.apply(events.MediumArrived(name))
+    world.conductor.apply(events.ImageArrived(name))
 
 
-def test_a_prompt_waits_for_all_its_media_and_every_chunk_names_all_of_them():
+def test_a_prompt_waits_for_all_its_images_and_every_chunk_names_all_of_them():
     world = World()
     world.conductor.join("a", WITH_IMAGES, 1)
-    world.submit(max_tokens=40, media=[PLACED])
+    world.submit(max_tokens=40, images=[PLACED])
     arrive(world, X)
     assert not world.take(wire.RunChunk | wire.Refused)
     arrive(world, Y)
     for _ in range(3):
         [(_, chunk)] = world.take(wire.RunChunk)
-        assert chunk.media == PLACED
+        assert chunk.images == PLACED
         assert chunk.tokens[:5].tolist() == PROMPT.tolist()
         tokens = list(range(chunk.max_new_tokens))
         world.end("a", chunk, tokens, "" if chunk.max_new_tokens == 16 else "length")
 
 
-def test_media_of_a_group_stay_until_it_is_forgotten():
+def test_images_of_a_group_stay_until_it_is_forgotten():
     world = World()
     world.conductor.join("a", WITH_IMAGES, 1)
-    world.submit(media=[PLACED])
+    world.submit(images=[PLACED])
     for name in (X, Y):
         arrive(world, name)
     [(_, chunk)] = world.take(wire.RunChunk)
-    filling = world.media._max_bytes - 9
-    with pytest.raises(ValueError, match="media in use have 10"):
-        world.media.begin("c" * 64, filling, 0.0)
+    filling = world.images._max_bytes - 9
+    with pytest.raises(ValueError, match="images in use have 10"):
+        world.images.begin("c" * 64, filling, 0.0)
     world.end("a", chunk, [7])
     world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
-    assert world.media.begin("c" * 64, filling, 0.0) == [X]
+    assert world.images.begin("c" * 64, filling, 0.0) == [X]
 
 
-def test_media_that_do_not_come_end_their_prompt_by_name():
+def test_images_that_do_not_come_end_their_prompt_by_name():
     world = World()
     world.conductor.join("a", WITH_IMAGES, 1)
-    world.submit(("p", "q"), media=[PLACED, []])
+    world.submit(("p", "q"), images=[PLACED, []])
     assert [chunk.request_id for _, chunk in world.take(wire.RunChunk)] == ["r/q#0"]
-    world.conductor.apply(events.MediaStalled(["r/p", "r/q"], "no images came"))
+    world.conductor.apply(events.ImagesStalled(["r/p", "r/q"], "no images came"))
     [(_, refused)] = world.take(wire.Refused)
     assert (refused.prompt_ids, refused.message) == (["p"], "no images came")
-    assert not world.media._users
+    assert not world.images._users
 
 
 def test_engines_without_images_get_no_chunk_with_one():
     world = World()
     world.conductor.join("old", REGISTER, 1)
-    world.submit(media=[PLACED])
+    world.submit(images=[PLACED])
     [(_, refused)] = world.take(wire.Refused)
-    assert refused.message.startswith("media: no engine takes images")
+    assert refused.message.startswith("images: no engine takes images")
     world.conductor.join("new", WITH_IMAGES, 2)
     for name in (X, Y):
         arrive(world, name)
-    world.submit(("p", "q", "r"), media=[PLACED] * 3)
+    world.submit(("p", "q", "r"), images=[PLACED] * 3)
     assert {name for name, _ in world.take(wire.RunChunk)} == {"new"}
-    world.submit(("large",), media=[[Placed(X, 0, 5)]])
+    world.submit(("large",), images=[[Placed(X, 0, 5)]])
     [(_, refused)] = world.take(wire.Refused)
     assert "an image of 5 tokens fits no instance, 4 is the most" in refused.message
 
@@ -421,7 +421,7 @@ def test_a_prompt_with_images_waits_for_its_engine_to_come_back():
     world.conductor.join("new", WITH_IMAGES, 2)
     for name in (X, Y):
         arrive(world, name)
-    world.submit(media=[PLACED])
+    world.submit(images=[PLACED])
     [(name, _)] = world.take(wire.RunChunk)
     assert name == "new"
     world.conductor.engine_left("new")
@@ -433,32 +433,32 @@ def test_a_prompt_with_images_waits_for_its_engine_to_come_back():
 def test_other_images_under_an_id_are_refused_as_other_tokens_are():
     world = World()
     world.conductor.join("a", WITH_IMAGES, 1)
-    world.submit(submission=1, media=[PLACED])
-    world.submit(submission=1, media=[[Placed(X, 1, 2)]])
+    world.submit(submission=1, images=[PLACED])
+    world.submit(submission=1, images=[[Placed(X, 1, 2)]])
     [(_, refused)] = world.take(wire.Refused)
     assert "already submitted with other tokens" in refused.message
-    world.submit(submission=2, media=[[Placed(X, 1, 2)]])
-    assert world.store._groups["r/p"].prompt.media == [Placed(X, 1, 2)]
-    assert world.media._users == {X: 1}
+    world.submit(submission=2, images=[[Placed(X, 1, 2)]])
+    assert world.store._groups["r/p"].prompt.images == [Placed(X, 1, 2)]
+    assert world.images._users == {X: 1}
 
 
 @pytest.mark.parametrize(
-    ("media", "field"),
+    ("images", "field"),
     [
-        ([[], []], "media"),
-        ([[Placed("x", 0, 1)]], "media[0][0].name"),
-        ([[Placed(X, -1, 2)]], "media[0][0].offset"),
-        ([[Placed(X, 0, 2), Placed(X, 1, 2)]], "media[0][1].offset"),
-        ([[Placed(X, 3, 1), Placed(X, 0, 1)]], "media[0][1].offset"),
-        ([[Placed(X, 0, 0)]], "media[0][0].length"),
-        ([[Placed(X, 0, -(2**62))]], "media[0][0].length"),
-        ([[Placed(X, 4, 2)]], "media[0][0].length"),
-        ([[Placed(X, 2**62, 1)]], "media[0][0].length"),
-        ([[Placed(X, 0, 2**63)]], "media[0][0].length"),
+        ([[], []], "images"),
+        ([[Placed("x", 0, 1)]], "images[0][0].name"),
+        ([[Placed(X, -1, 2)]], "images[0][0].offset"),
+        ([[Placed(X, 0, 2), Placed(X, 1, 2)]], "images[0][1].offset"),
+        ([[Placed(X, 3, 1), Placed(X, 0, 1)]], "images[0][1].offset"),
+        ([[Placed(X, 0, 0)]], "images[0][0].length"),
+        ([[Placed(X, 0, -(2**62))]], "images[0][0].length"),
+        ([[Placed(X, 4, 2)]], "images[0][0].length"),
+        ([[Placed(X, 2**62, 1)]], "images[0][0].length"),
+        ([[Placed(X, 0, 2**63)]], "images[0][0].length"),
     ],
 )
-def test_media_that_cannot_stand_where_they_are_said_to_are_refused_by_name(media, field):
+def test_images_that_cannot_stand_where_they_are_said_to_are_refused_by_name(images, field):
     world = World()
     with pytest.raises(InvalidField) as refused:
-        world.submit(media=media)
+        world.submit(images=images)
     assert refused.value.field == field

@@ -21,7 +21,7 @@ if importlib.util.find_spec("torchvision") is None:
 from seer.client.images import prepare
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel
-from seer.common.types import MAX_MEDIUM_BYTES
+from seer.common.types import MAX_IMAGE_BYTES
 from seer.gateway import images as module
 from seer.gateway.errors import HttpError
 from seer.gateway.images import Images
@@ -30,7 +30,7 @@ from seer.gateway.messages import ImageFile
 from seer.gateway.picture_processor import PictureProcessor, model_of
 
 MODEL = ImageModel(IMAGE, 2, 96)
-MOST = MAX_MEDIUM_BYTES
+MOST = MAX_IMAGE_BYTES
 
 
 def file(shown: Any, kind: str = "PNG", **options: Any) -> ImageFile:
@@ -81,10 +81,10 @@ def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: s
     shown[6].putalpha(7)
     text = "a " + " b ".join(["<|vision_start|> <|image_pad|> <|vision_end|>"] * len(shown))
     expected = prepare(processor, text, shown)
-    tokens, media = gateway.placed(unexpanded(processor, text), [file(each) for each in shown])
+    tokens, found = gateway.placed(unexpanded(processor, text), [file(each) for each in shown])
     assert tokens == expected.token_ids
-    assert [each.on_wire for each in media] == [each.on_wire for each in expected.media]
-    pixels = np.concatenate([each.medium.tensors["pixel_values"] for each in media])
+    assert [each.on_wire for each in found] == [each.on_wire for each in expected.images]
+    pixels = np.concatenate([each.image.tensors["pixel_values"] for each in found])
     assert pixels.tobytes() == np.asarray(expected.inputs["pixel_values"]).tobytes()
     assert gateway.made_by["image_processor"] == type(processor.image_processor).__name__
     assert {"processor", "image_processor", "transformers", "torchvision"} <= gateway.made_by.keys()
@@ -97,8 +97,8 @@ def test_a_known_image_is_not_processed_again() -> None:
     first = gateway.placed([IMAGE, IMAGE, IMAGE], [one, one, other])[1]
     again = gateway.placed([5, IMAGE, IMAGE], [one, other])[1]
     assert calls == ["f", "g"]
-    assert first[0].medium is first[1].medium is again[0].medium
-    assert again[1].medium is first[2].medium
+    assert first[0].image is first[1].image is again[0].image
+    assert again[1].image is first[2].image
 
 
 def test_text_alone_must_have_no_placeholder() -> None:
@@ -129,22 +129,22 @@ def test_what_cannot_be_run_is_refused_by_its_place(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_bounded_and_what_is_not_in_use_goes_first() -> None:
-    with pytest.raises(ConfigError, match=r"gateway\.media_bytes = 5: give at least"):
+    with pytest.raises(ConfigError, match=r"gateway\.image_bytes = 5: give at least"):
         images(most=5)
     gateway = images()
     files = [file(picture(seed)) for seed in range(5)]
     (one,) = gateway.placed([IMAGE], files[:1])[1]
-    gateway._most = 3 * one.medium.size
+    gateway._most = 3 * one.image.size
     for each in files[1:]:
         gateway.placed([IMAGE], [each])
-    assert gateway._bytes_held() == 3 * one.medium.size
+    assert gateway._bytes_held() == 3 * one.image.size
     kept = gateway.placed([IMAGE] * 2, files[3:])[1]
     with pytest.raises(HttpError, match="other requests hold images") as info:
         gateway.placed([IMAGE], files[2:3])
     assert info.value.status == 503
     del one, kept, info
     gc.collect()
-    with pytest.raises(HttpError, match=r"give at most \d+ \(gateway\.media_bytes\)") as info:
+    with pytest.raises(HttpError, match=r"give at most \d+ \(gateway\.image_bytes\)") as info:
         gateway.placed([IMAGE] * 4, files[:4])
     assert info.value.status == 400
     del info

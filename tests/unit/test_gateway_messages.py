@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seer.common.types import MAX_MEDIA
+from seer.common.types import MAX_IMAGES
 from seer.gateway.errors import HttpError
 from seer.gateway.messages import plain_messages
 
@@ -83,9 +83,9 @@ URL = "messages[0].content[0].image_url.url"
         ([image(A + "!")], URL, "is not base64"),
         ([image(A + "é")], URL, "is not base64"),
         (
-            [image(A)] * (MAX_MEDIA + 1),
-            f"messages[0].content[{MAX_MEDIA}]",
-            f"give at most {MAX_MEDIA} images",
+            [image(A)] * (MAX_IMAGES + 1),
+            f"messages[0].content[{MAX_IMAGES}]",
+            f"give at most {MAX_IMAGES} images",
         ),
     ],
 )

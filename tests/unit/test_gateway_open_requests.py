@@ -68,7 +68,7 @@ class FakeBuffer:
         seed: int,
         sink: Sink | None = None,
         session: str | None = None,
-        media: Sequence[Placed] = (),
+        images: Sequence[Placed] = (),
     ) -> Outcome:
         self.asked.append((list(prompts), sampling, seed))
         self.sessions.append(session)

@@ -69,9 +69,9 @@ def test_a_digest_depends_on_every_parameter_and_not_on_the_order_of_biases():
     assert params_digest(5, 2, 8, SamplingParams(stop=("a",), temperature=0.5)) == 2840198648669002388
     biased = params_digest(0, 0, 1, SamplingParams(logit_bias={1: 2.0, 10: 3.0}))
     assert params_digest(0, 0, 1, SamplingParams(logit_bias={10: 3.0, 1: 2.0})) == biased
-    media = [Placed("a" * 64, 1, 2)]
-    assert params_digest(0, 0, 1, SamplingParams(), media=[]) == 5900145312030465417
-    seen = {params_digest(0, 0, 1, SamplingParams(), media=each) for each in (media, media * 2, [])}
+    images = [Placed("a" * 64, 1, 2)]
+    assert params_digest(0, 0, 1, SamplingParams(), images=[]) == 5900145312030465417
+    seen = {params_digest(0, 0, 1, SamplingParams(), images=each) for each in (images, images * 2, [])}
     assert len(seen) == 3, "with other images it is another prompt"
     others = [SamplingParams(), SamplingParams(logit_bias={1: 3.0, 10: 2.0}), SamplingParams(logprobs="raw")]
     assert len({biased, *(params_digest(0, 0, 1, each) for each in others)}) == 4

@@ -5,7 +5,7 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.common.image_models import PATCH_SIZES, ImageModel, image_model
-from seer.common.media import make
+from seer.common.prepared_image import make
 
 MODEL = ImageModel(placeholder=9, merge=2, patch_numbers=24)
 """Patches of 2 by 2 pixels."""
@@ -23,11 +23,11 @@ def test_an_image_takes_a_token_for_each_square_of_patches(grid, tokens):
 
 
 @pytest.mark.parametrize(
-    ("medium", "field"),
+    ("wrong", "field"),
     [
         (make("video", {"pixel_values": np.zeros(1, np.float32)}), "modality"),
-        (image(pixel_values=None), "medium"),
-        (image(image_embeds=np.zeros((6, 8), np.float32)), "medium"),
+        (image(pixel_values=None), "image"),
+        (image(image_embeds=np.zeros((6, 8), np.float32)), "image"),
         (image((2, 4, 6), (48, 24)), "image_grid_thw"),
         (image((0, 4, 6)), "image_grid_thw"),
         (image((1, 3, 6)), "image_grid_thw"),
@@ -44,9 +44,9 @@ def test_an_image_takes_a_token_for_each_square_of_patches(grid, tokens):
         (image(pixel_values=np.full((24, 24), np.inf, np.float32)), "pixel_values"),
     ],
 )
-def test_what_the_model_cannot_read_is_refused_by_field(medium, field):
+def test_what_the_model_cannot_read_is_refused_by_field(wrong, field):
     with pytest.raises(InvalidField) as refused:
-        MODEL.check(medium)
+        MODEL.check(wrong)
     assert refused.value.field == field
 
 

@@ -139,7 +139,7 @@ async def test_another_buffer_leaves_everything_else_as_it_is() -> None:
     async with LocalSystem(REPLAY, 2) as system:
         before = system.pids
         folder = Path(system.endpoint.removeprefix("ipc://")).parent
-        kept = {name: getattr(system.config.buffer, name) for name in ("spool", "media", "log")}
+        kept = {name: getattr(system.config.buffer, name) for name in ("spool", "images", "log")}
         await system.restart_buffer(BufferConfig(chunk_size=7))
         assert {name for name, pid in system.pids.items() if pid != before[name]} == {"buffer"}
         assert not alive(before["buffer"])

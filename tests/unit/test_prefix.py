@@ -80,15 +80,15 @@ async def test_a_context_goes_on_with_its_own_images_alone():
     """Their tokens are equal: one placeholder each."""
     one, other, later = picture_at(1, 0), picture_at(2, 0), picture_at(3, 4)
     async with loops() as (buffer, sessions):
-        context = await turn(sessions, "s", 9, 2, media=[one])
-        for media in ([], [other], [later, one]):
-            assert not sessions.goes_on("s", np.array(context), media)
+        context = await turn(sessions, "s", 9, 2, images=[one])
+        for images in ([], [other], [later, one]):
+            assert not sessions.goes_on("s", np.array(context), images)
         assert sessions.goes_on("s", np.array(context), [one])
-        context = await turn(sessions, "s", *context, 9, media=[one, later])
+        context = await turn(sessions, "s", *context, 9, images=[one, later])
         assert (sessions.turns, sessions.segments) == (2, 0)
-        await turn(sessions, "s", *context, media=[other, later])
+        await turn(sessions, "s", *context, images=[other, later])
         assert sessions.segments == 1
-        assert [len(each.media[0]) for each in buffer.of(Submit)] == [1, 2, 2]
+        assert [len(each.images[0]) for each in buffer.of(Submit)] == [1, 2, 2]
 
 
 async def test_the_noise_of_a_segment_is_named_by_its_first_prompt_and_how_often_that_came():

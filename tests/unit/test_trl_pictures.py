@@ -54,7 +54,7 @@ def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
         ids = processor.apply_chat_template(
             conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-        contexts, media = shared.contexts(ids, shown)
+        contexts, prepared = shared.contexts(ids, shown)
         texts = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
         copies = [[each.copy() for each in some] for some in shown]
         forward = processor(images=copies, text=texts, padding=True, return_tensors="pt")
@@ -62,17 +62,17 @@ def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
             images=[each for some in copies for each in some], return_tensors="pt"
         )
     assert processor.image_processor is own
-    assert len(calls) == len(media) == 3
-    names = [each.name for context in contexts for each in context.media]
+    assert len(calls) == len(prepared) == 3
+    names = [each.name for context in contexts for each in context.images]
     assert names[0] == names[1] == names[3]
     for inputs in (forward, tools):
         pixels = np.asarray(inputs["pixel_values"])
         assert (
-            np.concatenate([media[name].tensors["pixel_values"] for name in names]).tobytes()
+            np.concatenate([prepared[name].tensors["pixel_values"] for name in names]).tobytes()
             == pixels.tobytes()
         )
         grids = np.asarray(inputs["image_grid_thw"]).tolist()
-        assert [media[name].tensors["image_grid_thw"].tolist()[0] for name in names] == grids
+        assert [prepared[name].tensors["image_grid_thw"].tolist()[0] for name in names] == grids
     assert contexts[0] == contexts[1]
     assert contexts[0].tokens == tuple(ids[0])
     plain = vision_chats.processor(family)(images=shown, text=texts, padding=True, return_tensors="pt")
@@ -87,8 +87,8 @@ def test_palettes_and_transparency_tell_pictures_apart():
     shared = Pictures(processor)
     with shared.processed_once():
         once = processor.image_processor
-        assert once.medium(one).name != once.medium(other).name
-        assert once.medium(one) is once.medium(one.copy())
+        assert once.prepared(one).name != once.prepared(other).name
+        assert once.prepared(one) is once.prepared(one.copy())
         assert once.merge_size == 2
 
 
@@ -172,6 +172,6 @@ def test_images_of_all_processes_come_together_in_the_main_one_alone(tmp_path):
         for rank in range(2)
     ]
     first, second = (json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks)
-    media = [pictures.picture(seed) for seed in range(3)]
-    assert first == {each.name: each.data.tobytes().hex() for each in media}
-    assert second == {media[at].name: media[at].data.tobytes().hex() for at in (0, 2)}
+    made = [pictures.picture(seed) for seed in range(3)]
+    assert first == {each.name: each.data.tobytes().hex() for each in made}
+    assert second == {made[at].name: made[at].data.tobytes().hex() for at in (0, 2)}

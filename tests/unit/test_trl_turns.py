@@ -19,7 +19,7 @@ PROMPTS = st.lists(st.integers(0, 3).map(lambda x: Context((x % 2,), SHOWN[x // 
 
 def places(wanted: list[Submission]) -> list[tuple[str, int, Context]]:
     return [
-        (each.group, each.first + i, Context(each.tokens, each.media))
+        (each.group, each.first + i, Context(each.tokens, each.images))
         for each in wanted
         for i in range(each.n)
     ]
@@ -32,7 +32,7 @@ def test_the_sample_at_a_position_is_that_response_of_its_group(prompts, size):
     assert places(wanted) == expected
     assert len({each.prompt_id for each in wanted}) == len(wanted)
     for before, after in pairwise(wanted):  # equal prompts side by side are one
-        assert (before.group, before.tokens, before.media) != (after.group, after.tokens, after.media)
+        assert (before.group, before.tokens, before.images) != (after.group, after.tokens, after.images)
     parts = Counter(each.group for each in wanted)
     assert all(each.whole == (parts[each.group] == 1) for each in wanted)
     assert all(each.prompt_id == each.group for each in wanted if each.whole)
@@ -48,7 +48,7 @@ def test_no_two_requests_of_a_step_have_the_same_noise(processes, size, turns):
         for position in range(len(prompts)):
             one = later_turn(3, "train-0", position, size, turn, sample, 9, SHOWN[1])
             asked.append((one.group, one.first))
-            assert one.media == SHOWN[1]
+            assert one.images == SHOWN[1]
             assert one.n == 1
             assert one.group.startswith("/")
             assert not one.whole

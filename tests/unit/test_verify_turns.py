@@ -57,17 +57,17 @@ def test_what_the_tool_says_follows_from_what_was_generated():
 
 def test_the_tool_shows_an_image_of_the_prompt_again():
     prompt = np.array([5, 9, 9, 6, 9, 7], np.int32)  # 9 is the placeholder
-    media = [placed(1, 1, 2), placed(2, 4)]
+    images = [placed(1, 1, 2), placed(2, 4)]
     seen = set()
     for end in range(40):
-        said, shown = turns.tool(prompt, media, np.array([end], np.int32))
+        said, shown = turns.tool(prompt, images, np.array([end], np.int32))
         (again,) = shown
         text, image = said[: again.offset], said[again.offset :]
         assert turns.LEAST_ADDED <= len(text) <= turns.MOST_ADDED
         assert set(text.tolist()) <= {5, 6, 7}
         assert image.tolist() == [9] * again.length
-        assert again.length == {picture(1).name: 2, picture(2).name: 1}[again.medium.name]
-        seen.add(again.medium.name)
+        assert again.length == {picture(1).name: 2, picture(2).name: 1}[again.image.name]
+        seen.add(again.image.name)
     assert len(seen) == 2
     said, _ = turns.tool(np.array([9, 9], np.int32), [placed(1, 0, 2)], prompt)
     assert said.tolist() == [9, 9], "there is no text to say"
@@ -75,7 +75,7 @@ def test_the_tool_shows_an_image_of_the_prompt_again():
 
 def test_no_placeholder_is_sampled_where_it_would_be_sent_again():
     sampling = SamplingParams(logit_bias={3: 1.0})
-    prompts = [Prompt("a", token_ids=[5, 9, 7], media=[placed(1, 1)]), Prompt("b", token_ids=[8])]
+    prompts = [Prompt("a", token_ids=[5, 9, 7], images=[placed(1, 1)]), Prompt("b", token_ids=[8])]
     assert turns.without_placeholders(sampling, prompts).logit_bias == {3: 1.0, 9: -100.0}
     assert turns.without_placeholders(sampling, prompts[1:]) == sampling
 
@@ -85,16 +85,16 @@ async def test_every_turn_shows_all_images_so_far(resent: bool):
     rollout = Rollout()
     client = SimpleNamespace(open_rollout=lambda **_: rollout)
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
-    prompt = Prompt("p", token_ids=np.array([5, 9, 9, 6]), media=[placed(1, 1, 2)])
+    prompt = Prompt("p", token_ids=np.array([5, 9, 9, 6]), images=[placed(1, 1, 2)])
     (group,), shown = await turns.run(client, [prompt], job, resent)
     whole = [5, 9, 9, 6, *group.responses[0].token_ids.tolist()]
     assert len(shown["p", 0]) == turns.TURNS
     for number, asked in enumerate(rollout.asked):
-        assert asked["media"] == shown["p", 0][: number + 1]
-        for each in asked["media"]:
-            assert each.medium.name == picture(1).name
+        assert asked["images"] == shown["p", 0][: number + 1]
+        for each in asked["images"]:
+            assert each.image.name == picture(1).name
             assert whole[each.offset : each.offset + each.length] == [9, 9]
-        assert asked["tokens"].count(9) == 2 * len(asked["media"])
+        assert asked["tokens"].count(9) == 2 * len(asked["images"])
 
 
 def test_a_trajectory_has_the_tokens_of_a_response_and_its_tools():
@@ -112,8 +112,8 @@ class Rollout:
         self.ended: list[str] = []
 
     def submit(self, prompt: Prompt, **asked: object) -> Rollout:
-        tokens, media = prompt.token_ids.tolist(), list(prompt.media)
-        self.asked.append({"id": prompt.id, "tokens": tokens, "media": media, **asked})
+        tokens, images = prompt.token_ids.tolist(), list(prompt.images)
+        self.asked.append({"id": prompt.id, "tokens": tokens, "images": images, **asked})
         return self
 
     async def result(self) -> Group:

@@ -21,7 +21,7 @@ from seer.integrations.verl.pictures import Pictures
 
 def request(pictures: Pictures, ids: list[int], *shown: object) -> Request:
     placed = pictures.located(ids, shown)
-    places, images = tuple(e.on_wire for e in placed), tuple(e.medium for e in placed)
+    places, images = tuple(e.on_wire for e in placed), tuple(e.image for e in placed)
     return Request(tuple(ids), SamplingParams(), places, images)
 
 
@@ -35,9 +35,9 @@ def test_the_trainer_s_inputs_have_the_tensors_of_the_engines():
     ids = processor(text=[text], images=shown, return_tensors="pt")["input_ids"][0].tolist()
     asked = request(pictures, ids, *shown)
     inputs = processor(text=["a b"], images=[each.copy() for each in shown], videos=None, return_tensors="pt")
-    pixels = np.concatenate([each.medium.tensors["pixel_values"] for each in asked.media])
+    pixels = np.concatenate([each.image.tensors["pixel_values"] for each in asked.placed])
     assert pixels.tobytes() == np.asarray(inputs["pixel_values"]).tobytes()
-    assert [each.on_wire for each in asked.media] == list(asked.places)
+    assert [each.on_wire for each in asked.placed] == list(asked.places)
     assert pictures.biases == {processor.image_token_id: -100.0, processor.video_token_id: -100.0}
     assert Pictures.of(None) is None
     with pytest.raises(InvalidField, match="the text has no place for it"):
@@ -60,19 +60,19 @@ def test_siblings_that_see_other_pictures_are_not_of_their_group():
     ]  # fmt: skip
     first, second = found[1]
     assert first.prompt_id != second.prompt_id
-    assert first.request.media[0].medium.name != second.request.media[0].medium.name
+    assert first.request.placed[0].image.name != second.request.placed[0].image.name
 
 
 def test_what_was_used_longest_ago_is_forgotten_first():
     processor = vision_chats.processor()
     once = Once(processor.image_processor)
-    size = once.medium(picture(1)).size
+    size = once.prepared(picture(1)).size
     once._most = 2 * size
-    first, second = once.medium(picture(1)), once.medium(picture(2))
-    assert once.medium(picture(1)) is first
-    once.medium(picture(3))
-    assert once.medium(picture(1)) is first
-    again = once.medium(picture(2))
+    first, second = once.prepared(picture(1)), once.prepared(picture(2))
+    assert once.prepared(picture(1)) is first
+    once.prepared(picture(3))
+    assert once.prepared(picture(1)) is first
+    again = once.prepared(picture(2))
     assert again is not second
     assert again.name == second.name
-    assert once._bytes == 2 * size == sum(medium.size for _, medium in once._done.values())
+    assert once._bytes == 2 * size == sum(each.size for _, each in once._done.values())

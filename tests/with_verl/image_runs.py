@@ -67,9 +67,9 @@ def test_the_trainer_s_inputs_are_the_tensors_of_the_engines(model, tmp_path):
     assert found["grids"][0] == found["grids"][1]
     processor = vision_chats.processor()
     text = "a" + " <|vision_start|> <|image_pad|> <|vision_end|>" * 3 + " <bos>"
-    tokens, media, _ = prepare(processor, text, shown)
+    tokens, images, _ = prepare(processor, text, shown)
     assert found["tokens"] == tokens
-    places = [[each.medium.name, each.offset, each.length] for each in media]
+    places = [[each.image.name, each.offset, each.length] for each in images]
     assert found["places"] == places, "the same tensors, to the last bit"
     assert found["bias"] == {str(processor.image_token_id): -100.0, str(processor.video_token_id): -100.0}
 
@@ -143,15 +143,15 @@ def test_another_client_gets_the_same_tokens(run, system, model):
     given = []
     for index, (text, seeds) in enumerate(ROWS):
         shown = text.replace("<image>", "<|vision_start|> <|image_pad|> <|vision_end|>") + " <bos>"
-        tokens, media, _ = prepare(processor, shown, [picture(seed) for seed in seeds])
+        tokens, images, _ = prepare(processor, shown, [picture(seed) for seed in seeds])
         name = prompt_id(GroupKey(1, False, str(index), 0), tuple(tokens))
-        given.append(Prompt(name, token_ids=tokens, media=media))
+        given.append(Prompt(name, token_ids=tokens, images=images))
     never = {processor.image_token_id: -100.0, processor.video_token_id: -100.0}
     sampling = SamplingParams(max_tokens=TOKENS, logit_bias=never)
     with SyncRolloutClient(system.endpoint) as client:
-        before = client.status().counters["media_received_bytes"]
+        before = client.status().counters["image_received_bytes"]
         client.submit(given, sampling=SamplingParams(max_tokens=1)).result()
-        assert client.status().counters["media_received_bytes"] == before, "the same tensors, to the last bit"
+        assert client.status().counters["image_received_bytes"] == before, "the same tensors, to the last bit"
     with started(model) as other, SyncRolloutClient(other.endpoint) as client:
         groups = client.submit(given, n=N, sampling=sampling, seed=SEED, rollout_number=1).result()
         assert len(groups) == len(ROWS)

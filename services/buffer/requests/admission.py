@@ -14,10 +14,10 @@ def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int, image_tokens: int
         return ""
     most = max(each.image_tokens for each in fleet.capacities)
     if image_tokens and not most:
-        return "media: no engine takes images: start engines whose model has images, of this release"
+        return "images: no engine takes images: start engines whose model has images, of this release"
     if image_tokens > most:
         problem = f"an image of {image_tokens} tokens fits no instance, {most} is the most"
-        return f"media: {problem}: give a smaller one"
+        return f"images: {problem}: give a smaller one"
     largest = max(fleet.capacities, key=lambda each: (each.kv_blocks, each.max_model_len, each.block_size))
     return (
         f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "

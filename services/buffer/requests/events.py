@@ -40,7 +40,7 @@ class GroupSpec(events.Row, frozen=True):
     `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
     those from `first_index` on of the group `shared_id`; empty: of no other group. `turn`: its response is
     one turn of the trajectory that is that group's response `first_index`. Of its images, the largest takes
-    `image_tokens` (0: it has none), and the media `missing` are not in the buffer yet. `stream`: its trainer
+    `image_tokens` (0: it has none), and the images `missing` are not in the buffer yet. `stream`: its trainer
     wants tokens as chunks end.
     """
 
@@ -95,14 +95,14 @@ class EstimatesChanged(events.Row, frozen=True):
     acceptance: Mapping[str, list[int]] = {}
 
 
-class MediumArrived(events.Row, frozen=True):
-    """A medium is in the buffer now."""
+class ImageArrived(events.Row, frozen=True):
+    """An image is in the buffer now."""
 
     name: str
 
 
-class MediaStalled(events.Row, frozen=True):
-    """The media that these groups wait for do not come."""
+class ImagesStalled(events.Row, frozen=True):
+    """The images that these groups wait for do not come."""
 
     groups: list[str]
     message: str
@@ -138,8 +138,8 @@ Event = (
     | events.Drained
     | ChunkEnded
     | EstimatesChanged
-    | MediumArrived
-    | MediaStalled
+    | ImageArrived
+    | ImagesStalled
     | WeightsChanged
     | SubmissionsHeld
     | RolloutsAborted

@@ -14,8 +14,8 @@ Invariants (tests/invariants.py asserts them after every event):
 - unfinished requests, including those of held groups, and trajectories that are away and have no next turn
   among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
   open groups have at most `unfinished_tokens`;
-- a group is held as long as media of it are missing; a held group's deadline counts from its arrival,
-  however often it is checked, but for media;
+- a group is held as long as images of it are missing; a held group's deadline counts from its arrival,
+  however often it is checked, but for images;
 - every group ends in one delivery, which is repeated if the group is submitted again, or in one refusal.
 """
 
@@ -29,7 +29,7 @@ from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
 from seer.services.buffer.events import ToLife
 from seer.services.buffer.requests.admission import never_fits
-from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted, MediaStalled
+from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted, ImagesStalled
 from seer.services.buffer.requests.instructions import Deliver, Forget, Instruction, Take
 from seer.services.buffer.requests.state import GroupState, Limits, RolloutState
 from seer.services.buffer.requests.turn_placement import Trajectories
@@ -203,15 +203,15 @@ class GroupRegistry:
             self._accept(groups[0].rollout, [group.prompt_id for group in groups], out)
         return opened
 
-    def arrived(self, medium: str, out: Out) -> list[GroupState]:
-        """Note that a medium is there; return the groups that are to be opened now."""
-        waited = [group for group in self.held.values() if medium in group.missing]
+    def arrived(self, image: str, out: Out) -> list[GroupState]:
+        """Note that an image is there; return the groups that are to be opened now."""
+        waited = [group for group in self.held.values() if image in group.missing]
         for group in waited:
-            group.missing.remove(medium)
+            group.missing.remove(image)
         return self.open_held(out) if waited else []
 
-    def stalled(self, event: MediaStalled, out: Out) -> None:
-        """End groups whose media do not come."""
+    def stalled(self, event: ImagesStalled, out: Out) -> None:
+        """End groups whose images do not come."""
         waiting = [self.held[group_id] for group_id in event.groups if group_id in self.held]
         self.fail([group for group in waiting if group.missing], "refused", event.message, out)
 
@@ -352,7 +352,7 @@ class GroupRegistry:
         """Check the deadlines of held and of finished groups, and of trajectories that are away."""
         self.trajectories.tick(now, out)
         waited = self._limits.engine_wait_seconds
-        since = now - waited  # media have a deadline of their own
+        since = now - waited  # images have a deadline of their own
         overdue = [
             each for each in self.held.values() if (each.held_since or 0.0) < since and not each.missing
         ]

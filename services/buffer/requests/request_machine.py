@@ -31,8 +31,8 @@ from seer.services.buffer.requests.events import (
     EstimatesChanged,
     Event,
     GroupsSubmitted,
-    MediaStalled,
-    MediumArrived,
+    ImageArrived,
+    ImagesStalled,
     RolloutsAborted,
     SubmissionsHeld,
     TrainerLost,
@@ -151,9 +151,9 @@ class RequestMachine:
                 registry.trainer_lost(event.life, out)
             case RolloutsAborted():
                 registry.aborted(event.message, out)
-            case MediumArrived():
+            case ImageArrived():
                 self._open(registry.arrived(event.name, out), now, out)
-            case MediaStalled():
+            case ImagesStalled():
                 registry.stalled(event, out)
             case Drained():
                 registry.drain(out)

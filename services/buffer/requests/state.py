@@ -88,7 +88,7 @@ class GroupState(msgspec.Struct, array_like=True):
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
     empty: unknown. `shared_id`, `first_index`, `turn`, `image_tokens` and `stream` are as in `GroupSpec`; as
-    long as media are `missing`, it is held.
+    long as images are `missing`, it is held.
     """
 
     group_id: str

@@ -1,9 +1,9 @@
 """An engine without a model: vLLM's batching and memory behaviour, with the tokens of `responses.py`.
 
 Invariants:
-- a turn of a response is a function of its key, its position, its media and the weights' digest
+- a turn of a response is a function of its key, its position, its images and the weights' digest
   (`responses.py`), but for a fault planted for `seer verify`: chunking, batching and preemption cannot change
-  it. As in vLLM, a chunk without its media gets other tokens, and no error;
+  it. As in vLLM, a chunk without its images gets other tokens, and no error;
 - `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
 - a step lasts `step_seconds` + running * `row_seconds`: it is reported, not slept;
 - max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
@@ -25,7 +25,7 @@ from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
-from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedMedium, StepOutput
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedImage, StepOutput
 from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
 from seer.services.engine.replay.responses import SyntheticResponses, TraceResponses
@@ -112,7 +112,7 @@ class ReplayBackend:
         if self._sleeping or not self._has_weights:
             raise EngineError("the replay engine sleeps, or has no weights: wake it, and load weights")
         self._check(chunk)
-        chunk = structs.replace(chunk, key=chunk.key ^ self._salt ^ media_salt(chunk.media))
+        chunk = structs.replace(chunk, key=chunk.key ^ self._salt ^ image_salt(chunk.images))
         generated = len(chunk.tokens) - chunk.counts_from
         length = self._responses.length(chunk)
         total = min(length, chunk.sampling.max_tokens)
@@ -240,9 +240,9 @@ class ReplayBackend:
         """Nothing to free."""
 
 
-def media_salt(media: Iterable[PlacedMedium]) -> int:
-    """Return the number that is XORed into the key of a response to a prompt with these media."""
-    named = [f"{each.medium.name}@{each.place.offset}" for each in media]
+def image_salt(images: Iterable[PlacedImage]) -> int:
+    """Return the number that is XORed into the key of a response to a prompt with these images."""
+    named = [f"{each.image.name}@{each.place.offset}" for each in images]
     return salt_of(" ".join(named)) if named else 0
 
 

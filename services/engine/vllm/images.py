@@ -19,7 +19,7 @@ import numpy as np
 
 from seer.common.errors import InvalidField
 from seer.common.image_models import ImageModel
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 from seer.common.types import Placed
 from seer.services.engine.backend import Chunk
 
@@ -39,32 +39,32 @@ class Images:
         """Return a chunk's images in their order; None: it has none. Raises `InvalidField`."""
         model = self._model
         if model is None:
-            if chunk.media:
+            if chunk.images:
                 fix = "this engine's model has no images, or none that were proved to keep the same tokens"
-                raise InvalidField("media", len(chunk.media), fix)
+                raise InvalidField("images", len(chunk.images), fix)
             return None
         found = [
-            self._feature(model, chunk, place, medium, f"media[{number}]")
-            for number, (place, medium) in enumerate(chunk.media)
+            self._feature(model, chunk, place, image, f"images[{number}]")
+            for number, (place, image) in enumerate(chunk.images)
         ]
         # Behind the prompt the model may have sampled placeholders, which are text.
-        shown = sum(place.length for place, _ in chunk.media if place.offset < chunk.prompt_len)
+        shown = sum(place.length for place, _ in chunk.images if place.offset < chunk.prompt_len)
         placeholders = chunk.tokens[: chunk.prompt_len].count(model.placeholder)
         if placeholders != shown:
-            fix = f"media stand for {shown} of them: vLLM would read the others as text"
+            fix = f"images stand for {shown} of them: vLLM would read the others as text"
             raise InvalidField("tokens", f"{placeholders} placeholders of images", fix)
         return found or None
 
     def _feature(
-        self, model: ImageModel, chunk: Chunk, place: Placed, medium: Medium, field: str
+        self, model: ImageModel, chunk: Chunk, place: Placed, image: PreparedImage, field: str
     ) -> MultiModalFeatureSpec:
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        item = self._items.get(medium.name)
+        item = self._items.get(image.name)
         if item is None:
-            model.check(medium)
-            item = self._items[medium.name] = _item(model, medium)
-        length = model.length(medium)
+            model.check(image)
+            item = self._items[image.name] = _item(model, image)
+        length = model.length(image)
         if place.length != length:
             raise InvalidField(f"{field}.length", place.length, f"this image takes {length} tokens")
         if length > self._most:
@@ -74,20 +74,20 @@ class Images:
             fix = f"the model's placeholder, token {model.placeholder}, must stand there"
             raise InvalidField(f"{field}.offset", place.offset, fix)
         return MultiModalFeatureSpec(
-            data=item, modality="image", identifier=medium.name, mm_hash=medium.name,
+            data=item, modality="image", identifier=image.name, mm_hash=image.name,
             mm_position=PlaceholderRange(offset=place.offset, length=length),
         )  # fmt: skip
 
 
-def _item(model: ImageModel, medium: Medium) -> MultiModalKwargsItem:
+def _item(model: ImageModel, image: PreparedImage) -> MultiModalKwargsItem:
     """Return an image's tensors as the models in the table take them: all have the same fields."""
     import torch
     from transformers import BatchFeature
     from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
     from vllm.multimodal.inputs import MultiModalKwargsItems
 
-    # Copies, as torch tensors can be written, and those of a medium cannot.
-    tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in medium.tensors.items()}
+    # Copies, as torch tensors can be written, and those of an image cannot.
+    tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in image.tensors.items()}
     fields = _create_qwen2vl_field_factory(model.merge)(tensors)
     (item,) = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)["image"]
     return item

@@ -19,7 +19,7 @@ from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolCon
 from seer.common.errors import EngineError
 from seer.common.image_models import image_model
 from seer.common.policy.device_defaults import BLOCK_SIZE
-from seer.common.types import MAX_MEDIA
+from seer.common.types import MAX_IMAGES
 from seer.common.weights.digest import problem_of
 from seer.services.engine.vllm.decode_graphs import capture_sizes
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
@@ -42,7 +42,7 @@ SCHEDULERS = {
 """vLLM's scheduler, by whether steps are scheduled ahead."""
 
 IMAGES: dict[str, Any] = {
-    "limit_mm_per_prompt": {"image": MAX_MEDIA, "video": 0},
+    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
     "mm_processor_cache_gb": 0,
     # Else vLLM normalizes pixels on the device, which the trainer's processor has done already.
     "mm_device_do_normalize": False,

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedImage
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
@@ -32,9 +32,9 @@ def logits_by_ways(
     prompt_len: int,
     key: int,
     sampling: SamplingParams,
-    media: tuple[PlacedMedium, ...] = (),
+    images: tuple[PlacedImage, ...] = (),
 ) -> npt.NDArray[np.float32]:
-    """Return the raw logits after `context`, in which `media` stand: [ways, vocab_size].
+    """Return the raw logits after `context`, in which `images` stand: [ways, vocab_size].
 
     First comes what no chunk of a rollout does: a prefill of the whole context as if it were a prompt, from
     its first token on, with nothing found in a cache. The other ways: the same with all full blocks cached,
@@ -42,17 +42,17 @@ def logits_by_ways(
     alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it reaches
     another context.
 
-    With media, outputs are no prompts: what looks like an image there is text. What was generated goes on
+    With images, outputs are no prompts: what looks like an image there is text. What was generated goes on
     then as an output that is known, like a chunk's.
     """
     probe.core.reset_prefix_cache()
-    ways = [probe.logits(context, prompt_len if media else None, media) for _ in range(2)]
-    start, begun = _where_to_begin(context, prompt_len, sampling, bool(media))
+    ways = [probe.logits(context, prompt_len if images else None, images) for _ in range(2)]
+    start, begun = _where_to_begin(context, prompt_len, sampling, bool(images))
     if start < len(context):
         chunk = Chunk(
-            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len if media else start,
+            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len if images else start,
             max_new_tokens=len(context) + 1 - start, sampling=begun, tokens=context[:start],
-            media=media,
+            images=images,
         )  # fmt: skip
         rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
         company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedImage
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
@@ -30,18 +30,18 @@ class Probe:
         self.core = core
 
     def logits(
-        self, tokens: list[int], prompt_len: int | None = None, media: tuple[PlacedMedium, ...] = ()
+        self, tokens: list[int], prompt_len: int | None = None, images: tuple[PlacedImage, ...] = ()
     ) -> npt.NDArray[np.float32]:
         """Return the raw next-token logits after `tokens`: shape [vocab_size].
 
-        `media` are all that stand in `tokens`. After the first `prompt_len` of these (None: all) placeholders
-        may be the model's own. Raises `EngineError` while chunks are running.
+        `images` are all that stand in `tokens`. After the first `prompt_len` of these (None: all)
+        placeholders may be the model's own. Raises `EngineError` while chunks are running.
         """
         prompt_len = len(tokens) if prompt_len is None else prompt_len
         sampling = SamplingParams(max_tokens=len(tokens) - prompt_len + 1, temperature=0.0, ignore_eos=True)
         chunk = Chunk(
             request_id="", group_id="", attempt=0, key=0, prompt_len=prompt_len, max_new_tokens=1,
-            sampling=sampling, tokens=tokens, media=media,
+            sampling=sampling, tokens=tokens, images=images,
         )  # fmt: skip
         row: npt.NDArray[np.float32] = self.capture(chunk)[1][0][0]
         return row

@@ -16,9 +16,9 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.common.image_models import ImageModel
-from seer.common.media import Medium, make
+from seer.common.prepared_image import PreparedImage, make
 from seer.common.types import Placed, SamplingParams
-from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.backend import Chunk, PlacedImage
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
@@ -45,23 +45,23 @@ def check(probe: Probe, images: ImageModel | None = None) -> None:
             )
 
 
-def made_up(images: ImageModel, seed: int) -> Medium:
+def made_up(images: ImageModel, seed: int) -> PreparedImage:
     """Return an image of noise, of four tokens."""
     side = 2 * images.merge
     pixels = np.random.default_rng(seed).standard_normal((side * side, images.patch_numbers), np.float32)
     return make("image", {"image_grid_thw": np.array([[1, side, side]]), "pixel_values": pixels})
 
 
-def _check_output(probe: Probe, media: Sequence[Medium], placeholder: int = 0) -> np.ndarray:
+def _check_output(probe: Probe, images: Sequence[PreparedImage], placeholder: int = 0) -> np.ndarray:
     """Compare what the engine samples with the reference; return the first rank's first logits."""
     prompt = [token % probe.core.plain_tokens for token in (3, 1, 4, 1, 5)]
     placed = []
-    for medium in media:
-        placed.append(PlacedMedium(Placed(medium.name, len(prompt), 4), medium))
+    for image in images:
+        placed.append(PlacedImage(Placed(image.name, len(prompt), 4), image))
         prompt += [placeholder] * 4 + [prompt[0]]
     chunk = Chunk(
         request_id="self-test", group_id="", attempt=0, key=_KEY, prompt_len=len(prompt),
-        max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt, media=tuple(placed),
+        max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt, images=tuple(placed),
     )  # fmt: skip
     tokens, ranks = probe.capture(chunk)
     for rank, logits in enumerate(ranks):

@@ -127,11 +127,11 @@ class BufferClient:
         seed: int,
         sink: Sink | None = None,
         session: str | None = None,
-        media: Sequence[Placed] = (),
+        images: Sequence[Placed] = (),
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        `session`: that of the one prompt, which may go on from an earlier one; `media`: its images. If it is
+        `session`: that of the one prompt, which may go on from an earlier one; `images`: all in it. If it is
         cancelled, so are the prompts in the buffer.
         """
         if self.client is None or self._rollout is None:
@@ -139,7 +139,7 @@ class BufferClient:
         rollout = self._rollout
         asked = {
             place: rollout.submit(
-                Prompt(f"{next(self._numbers)}", token_ids=ids, media=media), n=n, sampling=sampling,
+                Prompt(f"{next(self._numbers)}", token_ids=ids, images=images), n=n, sampling=sampling,
                 seed=seed, weight_version=-1, group=place.group, first_index=place.first_index,
                 stream=sink is not None, session=session,
             )

@@ -48,7 +48,7 @@ class Asked:
     """What a request asks for: n responses to each prompt; `textual`: with their text.
 
     `adapter`: the adapter that it names as its model. `converses`: later requests may go on from its answer.
-    `media`: images of the prompt, of which there is one then.
+    `images`: those of the prompt, of which there is one then.
     """
 
     prompts: Sequence[list[int]]
@@ -58,7 +58,7 @@ class Asked:
     textual: bool = True
     adapter: str = ""
     converses: bool = False
-    media: Sequence[Placed] = ()
+    images: Sequence[Placed] = ()
 
     @property
     def skip_special(self) -> bool:
@@ -87,7 +87,7 @@ class Generation:
         places, prompts, seed = self._places(request, asked)
         session = _session(request, asked)
         work = self._requests.run(
-            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session, media=asked.media
+            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session, images=asked.images
         )
         groups = await unless_gone(request, work)
         for group in groups.values():
@@ -114,7 +114,7 @@ class Generation:
             choices.setdefault(place, []).append(position * asked.n)
         events = self._requests.stream(
             prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=_session(request, asked),
-            media=asked.media,
+            images=asked.images,
         )  # fmt: skip
         async with contextlib.aclosing(events):
             async for place, what in events:
@@ -152,8 +152,8 @@ class Generation:
         """
         headers, seed = request.headers, asked.fields.seed
         prompts = [np.asarray(prompt, np.int32) for prompt in asked.prompts]
-        media = [each.medium.name for each in asked.media]
-        hashes = request_hashes(prompts, asked.sampling, media)
+        images = [each.image.name for each in asked.images]
+        hashes = request_hashes(prompts, asked.sampling, images)
         places = places_in_headers(headers, len(prompts), asked.n)
         if places:
             seed = group_seed(hashes, seed)

@@ -150,12 +150,12 @@ class GenerationRoutes:
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
-        prompt, media = await self._chat_prompt(request, body)
+        prompt, images = await self._chat_prompt(request, body)
         adapter = self._models.check(body.model)
-        asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True, media=media)
+        asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True, images=images)
         style = replace(
             self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs),
-            images=self._said_of(media),
+            images=self._said_of(images),
         )  # fmt: skip
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
@@ -248,12 +248,12 @@ class GenerationRoutes:
             late = f"texts and images were not read within {seconds:g} s (gateway.request_seconds)"
             raise HttpError(504, late) from error
 
-    def _said_of(self, media: Sequence[Placed]) -> Json:
+    def _said_of(self, images: Sequence[Placed]) -> Json:
         """Return what a trainer compares with its own processing: image names, and what made the tensors."""
-        if not media:
+        if not images:
             return {}
-        places = [{"name": e.medium.name, "offset": e.offset, "length": e.length} for e in media]
-        return {"media": places, "processed_by": self._images.made_by}
+        places = [{"name": e.image.name, "offset": e.offset, "length": e.length} for e in images]
+        return {"images": places, "processed_by": self._images.made_by}
 
     def _parses_tools(self, body: ChatBody) -> bool:
         """Return whether tool calls are read from the text. Raises `HttpError` for an unknown choice."""

@@ -45,18 +45,18 @@ class Place(NamedTuple):
 
 
 def request_hashes(
-    prompts: Iterable[Sequence[int] | Tokens], sampling: SamplingParams, media: Sequence[str] = ()
+    prompts: Iterable[Sequence[int] | Tokens], sampling: SamplingParams, images: Sequence[str] = ()
 ) -> list[str]:
     """Return for each prompt 32 hexadecimal digits that depend on its tokens, images and sampling alone.
 
-    `media`: the names of its images. The sampling parameters, which may be long, are hashed once.
+    `images`: the names of its images. The sampling parameters, which may be long, are hashed once.
     """
     sampled = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
     hashes = []
     for token_ids in prompts:
         digest = sampled.copy()
         digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
-        digest.update("".join(media).encode())
+        digest.update("".join(images).encode())
         hashes.append(digest.hexdigest())
     return hashes
 

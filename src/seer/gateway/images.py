@@ -5,7 +5,7 @@ Invariants (tests/unit/test_gateway_images.py):
 - a prompt has as many placeholders as images, so that none is the client's own text;
 - sizes are checked before anything is decoded; one picture at a time is decoded;
 - the tensors that this process holds, for requests and for later turns of their conversations, take at most
-  `media_bytes`, and those of one picture more; what is not in use goes first.
+  `image_bytes`, and those of one picture more; what is not in use goes first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 from seer.client import Placed
 from seer.common.errors import ConfigError
 from seer.common.image_models import ImageModel
-from seer.common.media import Medium
-from seer.common.media import read as read_medium
-from seer.common.types import MAX_MEDIUM_BYTES
+from seer.common.prepared_image import PreparedImage
+from seer.common.prepared_image import read as read_image
+from seer.common.types import MAX_IMAGE_BYTES
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.messages import ImageFile
 from seer.gateway.picture_processor import NO_IMAGES
@@ -40,16 +40,14 @@ class Images:
     """`model`: which images can be placed; None: none. `process` makes the images' tensors."""
 
     def __init__(self, model: ImageModel | None, process: Process, most: int) -> None:
-        if most < MAX_MEDIUM_BYTES:
-            raise ConfigError(
-                f"gateway.media_bytes = {most}: give at least {MAX_MEDIUM_BYTES}, for one image"
-            )
+        if most < MAX_IMAGE_BYTES:
+            raise ConfigError(f"gateway.image_bytes = {most}: give at least {MAX_IMAGE_BYTES}, for one image")
         self._model = model
         self._process = process
         self._most = most
         self.made_by: dict[str, str] = {}
         """What makes tensors of pictures: classes, and versions of packages."""
-        self._known: OrderedDict[bytes, Medium] = OrderedDict()
+        self._known: OrderedDict[bytes, PreparedImage] = OrderedDict()
         # All tensors that anybody in this process still holds: the client may hold them for longer than we.
         self._held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -73,19 +71,19 @@ class Images:
         if (places := list(tokens).count(model.placeholder)) != len(files):
             fix = f"for {len(files)} images: the chat template writes them, and no text may have any"
             raise bad("messages", f"{places} placeholders", fix)
-        media = iter(await self._media(files))
+        images = iter(await self._prepared(files))
         found: list[int] = []
         placed: list[Placed] = []
         for token in tokens:
             length = 1
             if token == model.placeholder:
-                medium = next(media)
-                length = model.length(medium)
-                placed.append(Placed(medium, len(found), length))
+                image = next(images)
+                length = model.length(image)
+                placed.append(Placed(image, len(found), length))
             found += [token] * length
         return found, placed
 
-    async def _media(self, files: Sequence[ImageFile]) -> list[Medium]:
+    async def _prepared(self, files: Sequence[ImageFile]) -> list[PreparedImage]:
         names = [hashlib.blake2b(file.data, digest_size=32).digest() for file in files]
         found = {name: self._known[name] for name in names if name in self._known}
         new = {name: file for name, file in zip(names, files, strict=True) if name not in found}
@@ -96,27 +94,27 @@ class Images:
                 raise bad("messages", f"{pixels} pixels", f"give images of at most {MAX_NEW_PIXELS} in all")
         for name, file in new.items():
             found[name] = await self._processed(file)
-            self._make_room(sum(medium.size for medium in found.values()))
+            self._make_room(sum(image.size for image in found.values()))
         for name in names:
             self._known[name] = found[name]
             self._known.move_to_end(name)
         return [found[name] for name in names]
 
-    async def _processed(self, file: ImageFile) -> Medium:
+    async def _processed(self, file: ImageFile) -> PreparedImage:
         name, data, self.made_by = await self._process(file.field, "picture", file.field, file.data)
-        medium = read_medium(name, np.frombuffer(data, np.uint8))
-        self._held[next(self._numbers)] = medium.data
-        return medium
+        image = read_image(name, np.frombuffer(data, np.uint8))
+        self._held[next(self._numbers)] = image.data
+        return image
 
     def _make_room(self, own: int) -> None:
         """Forget what no request needs until all that is held fits; `own`: bytes of this request."""
         if own > self._most:
             raise bad(
-                "messages", f"{own} bytes of images", f"give at most {self._most} (gateway.media_bytes)"
+                "messages", f"{own} bytes of images", f"give at most {self._most} (gateway.image_bytes)"
             )
         while self._bytes_held() > self._most:
             if not self._known:
-                held = f"other requests hold images of {self._most} bytes (gateway.media_bytes)"
+                held = f"other requests hold images of {self._most} bytes (gateway.image_bytes)"
                 raise HttpError(503, f"{held}: come again")
             self._known.popitem(last=False)
 

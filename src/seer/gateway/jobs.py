@@ -89,9 +89,9 @@ class Jobs:
                 return self._text.decode(token_ids)
             case "pixels", [files]:  # of pictures, none of which is decoded: names of fields, and files
                 return self._pictures.pixels(files)
-            case "picture", [where, data]:  # a medium's name and bytes, and what made it
-                medium = self._pictures.medium(where, data)
-                return medium.name, medium.data.tobytes(), self._pictures.made_by
+            case "picture", [where, data]:  # an image's name and bytes, and what made it
+                image = self._pictures.prepared(where, data)
+                return image.name, image.data.tobytes(), self._pictures.made_by
         raise SeerError(f"unknown job {name}")
 
 

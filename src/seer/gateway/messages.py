@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from seer.common.types import MAX_MEDIA
+from seer.common.types import MAX_IMAGES
 from seer.gateway.errors import bad
 
 _SHOWN = 48
@@ -66,8 +66,8 @@ def _part(part: object, where: str, images: list[ImageFile]) -> dict[str, str]:
     if kind == "text" and isinstance(text, str):
         return {"type": "text", "text": text}
     if kind == "image_url":
-        if len(images) == MAX_MEDIA:
-            raise bad(where, f"image {MAX_MEDIA + 1}", f"give at most {MAX_MEDIA} images")
+        if len(images) == MAX_IMAGES:
+            raise bad(where, f"image {MAX_IMAGES + 1}", f"give at most {MAX_IMAGES} images")
         images.append(_image(part.get("image_url"), f"{where}.image_url"))
         return {"type": "image"}
     raise bad(f"{where}.type", kind, "give text or image_url: video, audio and embeddings are not supported")

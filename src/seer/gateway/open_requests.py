@@ -48,14 +48,14 @@ class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
     `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `session` and
-    `media`, its images, are of its one prompt.
+    `images` are of its one prompt.
     """
 
     n: int
     seed: int
     sink: Sink | None = None
     session: str | None = None
-    media: Sequence[Placed] = ()
+    images: Sequence[Placed] = ()
     begun: set[Place] = field(default_factory=set)
     groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
@@ -100,20 +100,20 @@ class OpenRequests:
         seed: int,
         sink: Sink | None = None,
         session: str | None = None,
-        media: Sequence[Placed] = (),
+        images: Sequence[Placed] = (),
     ) -> dict[Place, Group]:
         """Return a group for each prompt, given by its place; `max_tokens` is lowered to what fits.
 
         `sink` gets tokens and groups as they come. With a `session`, there is one prompt and n is 1: it may
-        go on from an earlier one of that session. With `media`, its images, there is one prompt. Raises
+        go on from an earlier one of that session. With `images`, there is one prompt. Raises
         `HttpError`. If the caller is cancelled, so are the prompts.
         """
         if self._closed:
             raise HttpError(503, STOPPING)
         if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
-        plans = self._plans(prompts, sampling, media)
-        request = _OpenRequest(n, seed, sink, session, media)
+        plans = self._plans(prompts, sampling, images)
+        request = _OpenRequest(n, seed, sink, session, images)
         self._requests.add(request)
         try:
             return await self._result(request, plans)
@@ -128,7 +128,7 @@ class OpenRequests:
         sampling: SamplingParams,
         seed: int,
         session: str | None = None,
-        media: Sequence[Placed] = (),
+        images: Sequence[Placed] = (),
     ) -> AsyncGenerator[tuple[Place, Delta | Group]]:
         """Yield what `run` returns as it comes, by place: tokens of a prompt's responses, then its group.
 
@@ -143,7 +143,7 @@ class OpenRequests:
             end = None
             try:
                 await self.run(
-                    prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session, media=media
+                    prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session, images=images
                 )
             except Exception as error:  # noqa: BLE001 - raised below
                 end = error
@@ -177,12 +177,12 @@ class OpenRequests:
         return request.groups
 
     def _plans(
-        self, prompts: Mapping[Place, Tokens], sampling: SamplingParams, media: Sequence[Placed]
+        self, prompts: Mapping[Place, Tokens], sampling: SamplingParams, images: Sequence[Placed]
     ) -> list[Plan]:
         """Return prompts by their sampling: how much of `max_tokens` fits depends on the prompt."""
         capacities = self._buffer.capacities()
         largest, most = (
-            max((each.length for each in media), default=0),
+            max((each.length for each in images), default=0),
             max(each.image_tokens for each in capacities),
         )
         if largest > most:
@@ -232,7 +232,7 @@ class OpenRequests:
                     seed=request.seed,
                     sink=request.sink and request.hand_on,
                     session=request.session,
-                    media=request.media,
+                    images=request.images,
                 )
             finally:
                 self._enter(request, -1)

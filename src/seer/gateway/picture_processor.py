@@ -12,7 +12,7 @@ from seer.client.images import split
 from seer.client.picture_files import Picture, decoded, opened
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel, image_model
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 
 _PACKAGES = ("transformers", "torchvision", "pillow")
 
@@ -68,16 +68,16 @@ class PictureProcessor:
         """
         return sum(picture.width * picture.height for picture in (self._opened(*each) for each in files))
 
-    def medium(self, field: str, data: bytes) -> Medium:
+    def prepared(self, field: str, data: bytes) -> PreparedImage:
         """Return the image of a picture's file. Raises `InvalidField` naming `field`."""
         picture = self._opened(field, data)
         whole = decoded(picture, field)
         try:
-            (medium,) = split(self._processor.image_processor(images=[whole], return_tensors="pt"))
-            cast("ImageModel", self._model).check(medium)
+            (prepared,) = split(self._processor.image_processor(images=[whole], return_tensors="pt"))
+            cast("ImageModel", self._model).check(prepared)
         except (InvalidField, ValueError) as error:  # as for an aspect ratio that the model does not take
             raise InvalidField(field, f"{picture.width} x {picture.height} pixels", str(error)) from error
-        return medium
+        return prepared
 
     def _opened(self, field: str, data: bytes) -> Picture:
         if self._model is None:

@@ -73,7 +73,7 @@ class Serving:
         settings = self._config.gateway
         self._jobs.start()
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        images = Images(model_of(self._config.shared.model), self._jobs.run, settings.media_bytes)
+        images = Images(model_of(self._config.shared.model), self._jobs.run, settings.image_bytes)
         data = GenerationRoutes(
             self._config, self.buffer, self.requests, text, images, self._models, self._jobs
         ).routes

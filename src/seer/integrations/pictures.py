@@ -22,7 +22,7 @@ from typing import Any
 from seer.client import Placed
 from seer.client.images import locate, split
 from seer.common.errors import InvalidField
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 """Attributes of processors."""
@@ -38,7 +38,7 @@ class Once:
         self._own = image_processor
         self._most = most
         self._bytes = 0
-        self._done: OrderedDict[bytes, tuple[Mapping[str, Any], Medium]] = OrderedDict()
+        self._done: OrderedDict[bytes, tuple[Mapping[str, Any], PreparedImage]] = OrderedDict()
         self._lock = threading.Lock()  # trainers process on threads
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
@@ -60,28 +60,28 @@ class Once:
         data = {name: torch.cat([each[name] for each in found]) for name in found[0]}
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def medium(self, picture: Any) -> Medium:  # noqa: ANN401 - PIL's
+    def prepared(self, picture: Any) -> PreparedImage:  # noqa: ANN401 - PIL's
         """Return a picture as engines get it."""
         return self._processed(picture, {})[1]
 
     def located(self, processor: Any, tokens: Sequence[int], pictures: Sequence[Any] | None) -> list[Placed]:  # noqa: ANN401
         """Return pictures where they stand in tokens. Raises `InvalidField` for others than stand there."""
-        return locate(processor, tokens, [self.medium(each) for each in pictures or ()])
+        return locate(processor, tokens, [self.prepared(each) for each in pictures or ()])
 
-    def _processed(self, picture: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], Medium]:  # noqa: ANN401
+    def _processed(self, picture: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], PreparedImage]:  # noqa: ANN401
         key = picture_digest(picture)
         with self._lock:
             if key in self._done:
                 self._done.move_to_end(key)
                 return self._done[key]
             made = self._own(images=[picture], return_tensors="pt", **options)
-            (medium,) = split(made, type(self._own).__name__)
-            self._done[key] = made, medium
-            self._bytes += medium.size
+            (prepared,) = split(made, type(self._own).__name__)
+            self._done[key] = made, prepared
+            self._bytes += prepared.size
             while self._most is not None and self._bytes > self._most:
                 _, (_, old) = self._done.popitem(last=False)
                 self._bytes -= old.size
-            return made, medium
+            return made, prepared
 
 
 def placeholder_biases(processor: Any) -> dict[int, float]:  # noqa: ANN401 - Hugging Face's, or a tokenizer

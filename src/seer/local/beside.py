@@ -35,7 +35,7 @@ def beside(config: Config) -> Iterator[Config]:
         yield replace(
             config,
             security=SecurityConfig(),  # sockets are files of this user alone; their peers have no keys
-            buffer=replace(config.buffer, log="", keep_chunks=False, spool="", media=""),
+            buffer=replace(config.buffer, log="", keep_chunks=False, spool="", images=""),
             dgds=replace(config.dgds, remember_path="", shard=0),
             drafts=replace(config.drafts, cache=str(_profiles(config.drafts.cache, scratch.path))),
             engine=replace(config.engine, weights_endpoint="off"),

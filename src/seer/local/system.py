@@ -60,7 +60,7 @@ FAILED_SECONDS = 1.0
 """Time between both when nothing is waited for: services take two within `service.SAME_SECONDS` for one."""
 
 LOG = "log"
-FOLDERS = {"spool": "weights", "media": "media", "log": LOG}
+FOLDERS = {"spool": "weights", "images": "images", "log": LOG}
 """Default folders of the buffer in the folder of the run, by setting; one started again finds its streams."""
 
 POOL_DISK = "pool"

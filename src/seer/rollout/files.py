@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import replace
 
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
 from seer.client.results import Group
 from seer.client.text import Tokenizer, load_tokenizer
@@ -173,8 +173,8 @@ def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pict
         raise InvalidField(f"{where}: id", prompt_id, f"give at most {MAX_ID_BYTES} bytes")
     metadata = {key: value for key, value in record.items() if key not in _FIELDS}
     if "images" in record:
-        tokens, media = _with_images(record, where, pictures)
-        return Prepared(prompt_id, tokens, metadata, media)
+        tokens, placed = _with_images(record, where, pictures)
+        return Prepared(prompt_id, tokens, metadata, placed)
     return Prepared(prompt_id, _tokens(record, where, tokenizer), metadata)
 
 
@@ -189,7 +189,7 @@ def _with_images(
     if "prompt_token_ids" in record:
         raise InvalidField(f"{where}: prompt_token_ids", "given", "give the prompt of images as text")
     found = pictures.prompt(text, record["images"], field)
-    return token_array(found.token_ids, f"{where}: prompt"), tuple(found.media)
+    return token_array(found.token_ids, f"{where}: prompt"), tuple(found.images)
 
 
 def _tokens(record: dict[str, object], where: str, tokenizer: Tokenizer | None) -> Tokens:

@@ -140,7 +140,7 @@ def perform(job: Job) -> int:
     run_of_job = _run_of(job, lines)
     with contextlib.closing(Journal.open(job.out, run_of_job, resume=job.resume)) as journal:
         prompts = [
-            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata, media=p.media)
+            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata, images=p.images)
             for p in (line.prompt for line in lines)
             if p.id not in journal.done
         ]

@@ -76,7 +76,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a cell produced. `kv_blocks` are an engine's; `seconds` from submission to the end.
 
-    `media`: what each response saw. `generated`: tokens that each engine has generated since it started, by
+    `images`: what each response saw. `generated`: tokens that each engine has generated since it started, by
     name.
     """
 
@@ -85,7 +85,7 @@ class CellRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: float
     kv_blocks: int = 0
-    media: Shown = {}
+    images: Shown = {}
     generated: dict[str, int] = {}
 
 
@@ -196,9 +196,9 @@ async def _roll(
     async with RolloutClient(endpoint, security=SecurityConfig()) as client:
         started = time.monotonic()
         if cell.turns:
-            groups, media = await turns.run(client, prompts, job, resent=cell.resent)
+            groups, images = await turns.run(client, prompts, job, resent=cell.resent)
         else:
-            media = {(prompt.id, index): prompt.media for prompt in prompts for index in range(job.n)}
+            images = {(prompt.id, index): prompt.images for prompt in prompts for index in range(job.n)}
             groups = await _respond(client, job, prompts, watch)
         seconds = time.monotonic() - started
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
@@ -217,7 +217,7 @@ async def _roll(
         versions=instances[0].versions,
         seconds=seconds,
         kv_blocks=instances[0].capacity.kv_blocks,
-        media=media,
+        images=images,
         generated=generated,
     )
 

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.results import Group, Response
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
 from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
-from seer.services.engine.backend import PlacedMedium
+from seer.services.engine.backend import PlacedImage
 from seer.verify.compare import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
 from seer.verify.turns import Shown
@@ -49,7 +49,7 @@ class _Case:
     reference: Response
     found: Response
     prompt: list[int]
-    media: Sequence[Placed]
+    images: Sequence[Placed]
     own: npt.NDArray[np.float32] | None = None
 
     @property
@@ -68,27 +68,27 @@ class _Case:
         return len(self.prompt) if self.shown else None
 
     @property
-    def shown(self) -> tuple[PlacedMedium, ...]:
-        """All media in the context; a tool may have shown others later."""
+    def shown(self) -> tuple[PlacedImage, ...]:
+        """All images in the context; a tool may have shown others later."""
         end = len(self.prompt) + self.position
-        return tuple(PlacedMedium(each.on_wire, each.medium) for each in self.media if each.offset < end)
+        return tuple(PlacedImage(each.on_wire, each.image) for each in self.images if each.offset < end)
 
 
 def judge(
     report: Report,
     config: Config,
     engines: Mapping[str, EngineConfig],
-    media: Shown,
+    images: Shown,
     runs: Mapping[str, Compared],
     say: Callable[[str], None],
 ) -> None:
     """Give every token mismatch in `report` its verdict.
 
     `config` is the reference's; `engines` and `runs` hold each cell's engine, and what was compared, by
-    name; `media` is what responses saw.
+    name; `images` is what responses saw.
     """
     cases = [
-        case for cell in report.cells if cell.name in runs for case in _cases(cell, *runs[cell.name], media)
+        case for cell in report.cells if cell.name in runs for case in _cases(cell, *runs[cell.name], images)
     ]
     if not cases:
         return
@@ -105,7 +105,7 @@ def judge(
 
 
 def _cases(
-    cell: CellReport, reference: Sequence[Group], found: Sequence[Group], media: Shown
+    cell: CellReport, reference: Sequence[Group], found: Sequence[Group], images: Shown
 ) -> Iterator[_Case]:
     ours = {group.prompt_id: group for group in reference}
     theirs = {group.prompt_id: group for group in found}
@@ -118,7 +118,7 @@ def _cases(
                 reference=group.responses[mismatch.index],
                 found=theirs[mismatch.prompt_id].responses[mismatch.index],
                 prompt=group.prompt_token_ids.tolist(),
-                media=media.get((mismatch.prompt_id, mismatch.index), ()),
+                images=images.get((mismatch.prompt_id, mismatch.index), ()),
             )
 
 

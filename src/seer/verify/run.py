@@ -92,7 +92,7 @@ def _verify(config: Config, prompts: list[Prompt], job: Job, say: Say) -> Report
         raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
         engines = {cell.name: replace(config.engine, **cell.engine) for cell in cells}
-        judge(report, cells[0].config(config), engines, reference.media, runs, say)
+        judge(report, cells[0].config(config), engines, reference.images, runs, say)
     return report
 
 
@@ -264,12 +264,12 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
     most = turns.most_tokens(job.sampling, _longest_image(lines)) if job.turns else job.sampling.max_tokens
     config = with_length(config, check_fit(lines, most, facts) + most, facts)
     return config, [
-        Prompt(line.prompt.id, token_ids=line.prompt.token_ids, media=line.prompt.media) for line in lines
+        Prompt(line.prompt.id, token_ids=line.prompt.token_ids, images=line.prompt.images) for line in lines
     ]
 
 
 def _longest_image(lines: Sequence[PromptLine]) -> int:
-    return max((each.length for line in lines for each in line.prompt.media), default=0)
+    return max((each.length for line in lines for each in line.prompt.images), default=0)
 
 
 def _files(config: Config) -> list[tuple[str, int, int]]:

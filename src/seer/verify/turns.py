@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from seer.client import Group, Prompt, RolloutClient
-from seer.client.media import Placed
+from seer.client.image_uploads import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.results import Response
 from seer.common.errors import SeerError
@@ -50,18 +50,18 @@ def most_tokens(sampling: SamplingParams, longest_image: int = 0) -> int:
     return TURNS * of_a_turn(sampling).max_tokens + (TURNS - 1) * (MOST_ADDED + longest_image)
 
 
-def tool(prompt: Tokens, media: Sequence[Placed], generated: Tokens) -> tuple[Tokens, list[Placed]]:
+def tool(prompt: Tokens, images: Sequence[Placed], generated: Tokens) -> tuple[Tokens, list[Placed]]:
     """Return what the tool says to a turn: tokens of the prompt, int32 [length], and its images there."""
     mark = int(generated.astype(np.int64) @ np.arange(1, len(generated) + 1))
     length = LEAST_ADDED + mark % (MOST_ADDED - LEAST_ADDED + 1)
-    pictures = [np.arange(each.offset, each.offset + each.length) for each in media]
-    text = np.delete(prompt, np.concatenate(pictures)) if media else prompt
+    spans = [np.arange(each.offset, each.offset + each.length) for each in images]
+    text = np.delete(prompt, np.concatenate(spans)) if images else prompt
     said: Tokens = text[(mark + np.arange(length)) % len(text)] if len(text) else text
-    if not media:
+    if not images:
         return said, []
-    which = mark % len(media)
-    again = Placed(media[which].medium, len(said), media[which].length)
-    return np.concatenate([said, prompt[pictures[which]]]), [again]
+    which = mark % len(images)
+    again = Placed(images[which].image, len(said), images[which].length)
+    return np.concatenate([said, prompt[spans[which]]]), [again]
 
 
 def without_placeholders(sampling: SamplingParams, prompts: Sequence[Prompt]) -> SamplingParams:
@@ -70,7 +70,7 @@ def without_placeholders(sampling: SamplingParams, prompts: Sequence[Prompt]) ->
     In a turn's own output a placeholder would be text; sent again in a prompt, the placeholder would lack its
     image, and the prompt would be refused.
     """
-    seen = ((np.asarray(prompt.token_ids), each) for prompt in prompts for each in prompt.media)
+    seen = ((np.asarray(prompt.token_ids), each) for prompt in prompts for each in prompt.images)
     placeholders = {int(tokens[each.offset]) for tokens, each in seen}
     return replace(sampling, logit_bias=sampling.logit_bias | dict.fromkeys(placeholders, LEAST_BIAS))
 
@@ -91,7 +91,7 @@ async def run(
             *(_trajectory(rollout, prompt, begin, index, job, resent) for index in range(job.n))
         )
         responses = [response for response, _ in told]
-        shown.update({(prompt.id, response.index): media for response, media in told})
+        shown.update({(prompt.id, response.index): images for response, images in told})
         return Group(prompt.id, begin, {}, 0, "", tuple(responses), chunks=0, migrations=0, preemptions=0)
 
     try:
@@ -105,22 +105,22 @@ async def _trajectory(
     rollout: OpenRollout, prompt: Prompt, begin: Tokens, index: int, job: Job, resent: bool
 ) -> tuple[Response, Sequence[Placed]]:
     sampling, name = of_a_turn(job.sampling), prompt.id
-    cap, media = most_tokens(job.sampling), list(prompt.media)
+    cap, images = most_tokens(job.sampling), list(prompt.images)
     context, logprobs, generated = begin, np.zeros(0, np.float32), 0
     for number in range(TURNS):
         asked = rollout.submit(
-            Prompt(f"{name}#{index}.{number}", token_ids=context, media=media), sampling=sampling,
+            Prompt(f"{name}#{index}.{number}", token_ids=context, images=images), sampling=sampling,
             seed=job.seed, group=name, first_index=index,
             turn=None if resent else TurnSpec(len(begin), generated, cap),
         )  # fmt: skip
         turn = (await asked.result()).responses[0]
         generated += len(turn.token_ids)
         context = np.concatenate([context, turn.token_ids])
-        said, again = tool(begin, prompt.media, turn.token_ids) if number < TURNS - 1 else (begin[:0], [])
-        media += [Placed(each.medium, len(context) + each.offset, each.length) for each in again]
+        said, again = tool(begin, prompt.images, turn.token_ids) if number < TURNS - 1 else (begin[:0], [])
+        images += [Placed(each.image, len(context) + each.offset, each.length) for each in again]
         context = np.concatenate([context, said])
         logprobs = np.concatenate([logprobs, turn.logprobs, np.zeros(len(said), np.float32)])
     if not resent:
         rollout.end_trajectory(f"{name}#{index}.{TURNS - 1}")
     tokens = context[len(begin) :]
-    return Response(index, tokens, logprobs, None, turn.finish_reason, turn.stop_reason), media
+    return Response(index, tokens, logprobs, None, turn.finish_reason, turn.stop_reason), images

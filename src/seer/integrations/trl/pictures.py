@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from seer.common.errors import InvalidField
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 from seer.integrations.pictures import Once
 from seer.integrations.trl.turns import Context
 
@@ -39,7 +39,7 @@ class Pictures:
 
     def contexts(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[Any] | None] | None
-    ) -> tuple[list[Context], dict[str, Medium]]:
+    ) -> tuple[list[Context], dict[str, PreparedImage]]:
         """Return token ids, placeholders expanded, with their samples' images, and all images by name.
 
         Raises `InvalidField` if a sample's images are not what stands in its tokens.
@@ -50,9 +50,9 @@ class Pictures:
             raise InvalidField(
                 "images", f"of {len(prompts)} prompts", "give them to a trainer with a processor"
             )
-        found, media = [], {}
+        found, prepared = [], {}
         for ids, shown in zip(prompts, images, strict=True):
             placed = self._once.located(self._processor, ids, shown)
             found.append(Context(tuple(ids), tuple(each.on_wire for each in placed)))
-            media.update({each.medium.name: each.medium for each in placed})
-        return found, media
+            prepared.update({each.image.name: each.image for each in placed})
+        return found, prepared

@@ -33,7 +33,7 @@ from seer.client import (
 )
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
-from seer.common.media import Medium, read
+from seer.common.prepared_image import PreparedImage, read
 from seer.integrations.checkpoint_names import checkpoint_tensors
 from seer.integrations.trl.ranks import gathered, merged_on_main, on_main
 from seer.integrations.trl.settings import sampling_params
@@ -108,7 +108,7 @@ class Session:
             own.close()
 
     def first_turns(
-        self, trainer: GRPOTrainer, prompts: Sequence[Context], size: int, images: Mapping[str, Medium]
+        self, trainer: GRPOTrainer, prompts: Sequence[Context], size: int, images: Mapping[str, PreparedImage]
     ) -> list[Sampled]:
         """Return a sample for each prompt of this process; `size` in a row, over all of them, are a group.
 
@@ -117,7 +117,7 @@ class Session:
         sampling = sampling_params(trainer)
         everyone = gathered(trainer.accelerator, list(prompts))
         shown = (
-            images_on_main(trainer.accelerator, images) if any(c.media for p in everyone for c in p) else {}
+            images_on_main(trainer.accelerator, images) if any(c.images for p in everyone for c in p) else {}
         )
         self._sync_weights(trainer)
         mode = "train" if trainer.model.training else "eval"
@@ -136,7 +136,7 @@ class Session:
         turn: int,
         samples: Sequence[Sample],
         contexts: Sequence[Context],
-        images: Mapping[str, Medium],
+        images: Mapping[str, PreparedImage],
     ) -> list[Sampled]:
         """Return the next tokens of some of this process's samples, at their turn `turn` >= 1.
 
@@ -146,7 +146,7 @@ class Session:
         wanted = [
             later_turn(
                 self._step, self._call, self._start + sample.number, self._size, turn, sample,
-                sampling.max_tokens, context.media,
+                sampling.max_tokens, context.images,
             )
             for sample, context in zip(samples, contexts, strict=True)
         ]  # fmt: skip
@@ -158,7 +158,7 @@ class Session:
         trainer: GRPOTrainer,
         wanted: Sequence[Submission],
         sampling: SamplingParams,
-        images: Mapping[str, Medium],
+        images: Mapping[str, PreparedImage],
     ) -> list[Sampled]:
         if not wanted:
             return []
@@ -241,7 +241,7 @@ class Session:
         return self._own
 
 
-def images_on_main(accelerator: Accelerator, mine: Mapping[str, Medium]) -> dict[str, Medium]:
+def images_on_main(accelerator: Accelerator, mine: Mapping[str, PreparedImage]) -> dict[str, PreparedImage]:
     """Return the images of all processes, by name, in the main process; they travel there alone."""
     everyone = merged_on_main(accelerator, {name: each.data for name, each in mine.items()})
     return {name: mine[name] if name in mine else read(name, data) for name, data in everyone.items()}
@@ -253,7 +253,7 @@ async def generate(
     sampling: SamplingParams,
     keys: Keys,
     deadline_seconds: float | None,
-    images: Mapping[str, Medium],
+    images: Mapping[str, PreparedImage],
 ) -> list[Sampled]:
     """Return the responses to all submissions, in order. Raises the error of the first that fails."""
     rollout = client.open_rollout(repeat=True)  # by a trainer that is resumed; no call of a session repeats
@@ -264,7 +264,7 @@ async def generate(
                 Prompt(
                     each.prompt_id,
                     token_ids=each.tokens,
-                    media=[Placed(images[shown.name], shown.offset, shown.length) for shown in each.media],
+                    images=[Placed(images[shown.name], shown.offset, shown.length) for shown in each.images],
                 ),
                 n=each.n,
                 sampling=msgspec.structs.replace(sampling, max_tokens=each.max_tokens),

@@ -65,8 +65,8 @@ class SeerTrainer:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _first_turns(self, prompt_ids: Sequence[Sequence[int]], images: Shown, size: int) -> list[Sampled]:
-        prompts, media = on_each(self.accelerator, lambda: self._pictures.contexts(prompt_ids, images))
-        return self._seer.first_turns(self, prompts, size, media)
+        prompts, prepared = on_each(self.accelerator, lambda: self._pictures.contexts(prompt_ids, images))
+        return self._seer.first_turns(self, prompts, size, prepared)
 
 
 class SeerGRPOTrainer(SeerTrainer, GRPOTrainer):
@@ -89,8 +89,8 @@ class SeerGRPOTrainer(SeerTrainer, GRPOTrainer):
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
         if self._turn:
-            contexts, media = self._pictures.contexts(prompt_ids, images)
-            sampled = self._seer.later_turns(self, self._turn, prompt_ids, contexts, media)
+            contexts, prepared = self._pictures.contexts(prompt_ids, images)
+            sampled = self._seer.later_turns(self, self._turn, prompt_ids, contexts, prepared)
             self._turn += 1
         else:
             sampled = self._first_turns(prompt_ids, images, num_generations)

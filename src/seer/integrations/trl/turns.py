@@ -29,7 +29,7 @@ class Context(NamedTuple):
     """All that a sample has so far: its tokens, and the images in them, by name."""
 
     tokens: Ids
-    media: tuple[Placed, ...] = ()
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Submission:
     tokens: Ids
     max_tokens: int
     whole: bool = False
-    media: tuple[Placed, ...] = ()
+    images: tuple[Placed, ...] = ()
 
     @property
     def prompt_id(self) -> str:
@@ -77,17 +77,17 @@ def first_turns(call: str, prompts: Sequence[Context], size: int, max_tokens: in
     for number, start in enumerate(range(0, len(prompts), size)):
         members = prompts[start : start + size]
         first = 0
-        for (tokens, media), copies in groupby(members):
+        for (tokens, images), copies in groupby(members):
             n = len(list(copies))
             whole = n == len(members)
-            found.append(Submission(f"{call}-{number}", first, n, tokens, max_tokens, whole, media))
+            found.append(Submission(f"{call}-{number}", first, n, tokens, max_tokens, whole, images))
             first += n
     return found
 
 
 def later_turn(
     step: int, call: str, position: int, size: int, turn: int, sample: Sample, limit: int,
-    media: tuple[Placed, ...] = (),
+    images: tuple[Placed, ...] = (),
 ) -> Submission:  # fmt: skip
     """Return the submission of turn `turn` >= 1 of the sample at `position` over all processes.
 
@@ -96,4 +96,4 @@ def later_turn(
     number, index = divmod(position, size)
     group = f"/trl-{step}-{call}-{number}-{turn}"  # "/": siblings in other processes have the same group
     left = limit - (len(sample) - sample.prompt_length)
-    return Submission(group, index, 1, tuple(sample), max(0, left), media=media)
+    return Submission(group, index, 1, tuple(sample), max(0, left), images=images)

@@ -22,7 +22,7 @@ import numpy as np
 
 from seer.client import Placed
 from seer.common import types
-from seer.common.media import Medium
+from seer.common.prepared_image import PreparedImage
 from seer.common.types import SamplingParams
 
 WAIT_SECONDS = 10.0
@@ -59,10 +59,10 @@ class Request:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     places: tuple[types.Placed, ...] = ()
-    images: tuple[Medium, ...] = field(default=(), compare=False)  # their names are in `places`
+    images: tuple[PreparedImage, ...] = field(default=(), compare=False)  # their names are in `places`
 
     @property
-    def media(self) -> list[Placed]:
+    def placed(self) -> list[Placed]:
         """The images in the form that the client takes."""
         pairs = zip(self.images, self.places, strict=True)
         return [Placed(image, place.offset, place.length) for image, place in pairs]

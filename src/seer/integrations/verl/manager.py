@@ -100,8 +100,8 @@ class SeerClient(LLMServerClient):
                 video_data=video_data, audio_data=audio_data, **others,
             )  # fmt: skip
         try:
-            media = {"images": image_data, "videos": video_data, "audios": audio_data}
-            request = request_of(prompt_ids, sampling_params, self._limits, media, PICTURES.get(None))
+            multi_modal = {"images": image_data, "videos": video_data, "audios": audio_data}
+            request = request_of(prompt_ids, sampling_params, self._limits, multi_modal, PICTURES.get(None))
             return await ask(request)
         except Exception as error:
             await self._server.failed.remote(described(error))

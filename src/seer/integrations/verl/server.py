@@ -64,7 +64,7 @@ class Generator:
         """Return all responses to a submission, in order. `step` is the rollout number of its noise keys."""
         client = await self.client()
         rollout = await client.submit(
-            [Prompt(what.prompt_id, token_ids=what.request.tokens, media=what.request.media)],
+            [Prompt(what.prompt_id, token_ids=what.request.tokens, images=what.request.placed)],
             n=what.n,
             sampling=what.request.sampling,
             seed=self._seed,
@@ -97,16 +97,16 @@ def request_of(
     tokens: Sequence[int],
     given: Mapping[str, Any],
     limits: Limits,
-    media: Mapping[str, Sequence[object] | None],
+    multi_modal: Mapping[str, Sequence[object] | None],
     pictures: Pictures | None = None,
 ) -> Request:
     """Return what a call of `generate` asks for. Raises `InvalidField`.
 
-    `media` are those of the prompt by kind, of which Seer takes images, if there are `pictures`.
+    `multi_modal` has the prompt's data by kind, of which Seer takes images, if there are `pictures`.
     """
     ids = tuple(int(token) for token in tokens)
     taken = ("images",) if pictures is not None else ()
-    for kind, each in media.items():
+    for kind, each in multi_modal.items():
         if each and kind not in taken:
             fix = (
                 "Seer takes none"
@@ -116,11 +116,11 @@ def request_of(
             raise InvalidField(f"multi_modal_data[{kind!r}]", f"{len(each)} {kind}", fix)
     if pictures is None:
         return Request(ids, sampling_params(given, len(ids), limits))
-    placed = pictures.located(ids, media.get("images"))
+    placed = pictures.located(ids, multi_modal.get("images"))
     biases = pictures.biases | dict(given.get("logit_bias") or {})
     return Request(
         ids, sampling_params({**given, "logit_bias": biases}, len(ids), limits),
-        tuple(each.on_wire for each in placed), tuple(each.medium for each in placed),
+        tuple(each.on_wire for each in placed), tuple(each.image for each in placed),
     )  # fmt: skip
 
 
@@ -188,8 +188,8 @@ class SeerServer:
     ) -> TokenOutput:
         """Generate one response to a request whose group is unknown; veRL's own clients call this."""
         try:
-            media = {"images": image_data, "videos": video_data, "audios": audio_data}
-            request = request_of(prompt_ids, sampling_params, self._limits, media)
+            multi_modal = {"images": image_data, "videos": video_data, "audios": audio_data}
+            request = request_of(prompt_ids, sampling_params, self._limits, multi_modal)
             weights = await self.begin(LOOSE)
             [copy] = self._copies.number(weights[1], [request.tokens])
             what = Submission(loose_id(request, copy), request, 1, LOOSE)

@@ -64,7 +64,7 @@ class Turns:
         if not session.group:
             return FIRST
         tokens = np.array(request.tokens, np.int32)
-        goes_on = self._trajectories.goes_on(session.name, tokens, request.media)
+        goes_on = self._trajectories.goes_on(session.name, tokens, request.placed)
         return TURN if goes_on else SEGMENT
 
     async def generate(self, session: Session, request: Request, weight_version: int) -> Group:
@@ -79,7 +79,7 @@ class Turns:
                     session.name, np.array(request.tokens, np.int32), request.sampling, group=session.group,
                     index=session.index, seed=self._seed, rollout_number=session.key.step,
                     weight_version=weight_version, max_context=session.prompt_len + self._response_length,
-                    media=request.media,
+                    images=request.placed,
                 )  # fmt: skip
         except TimeoutError as error:
             late = f"{session.name}: a turn took longer than deadline_seconds = {self._deadline_seconds:g}"

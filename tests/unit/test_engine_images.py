@@ -9,11 +9,11 @@ from virtual_time import eventually, virtual
 
 from seer.common import wire
 from seer.common.errors import ConfigError
-from seer.common.media import make
-from seer.common.types import MAX_MEDIUM_BYTES, Placed
-from seer.services.engine.media import ASK_SECONDS, EngineMedia
+from seer.common.prepared_image import make
+from seer.common.types import MAX_IMAGE_BYTES, Placed
+from seer.services.engine.images import ASK_SECONDS, EngineImages
 
-PART = wire.MEDIUM_PART_BYTES
+PART = wire.IMAGE_PART_BYTES
 
 
 def image(seed, values=100):
@@ -24,12 +24,12 @@ ONE, TWO, LARGE = image(1), image(2), image(3, PART)
 
 
 class World:
-    """Media of an engine, and what they said: chunks that are ready, chunks that failed."""
+    """Images of an engine, and what they said: chunks that are ready, chunks that failed."""
 
     def __init__(self, max_bytes=2**30):
         self.time = 0.0
         self.ready, self.failed = [], []
-        self.media = EngineMedia(
+        self.images = EngineImages(
             max_bytes,
             self,
             self.ready.append,
@@ -42,18 +42,18 @@ class World:
 
     def questions(self):
         found = []
-        while (question := self.media.question()) is not None:
+        while (question := self.images.question()) is not None:
             found.append((question.name, question.offset))
         return found
 
-    def part(self, medium, offset=0, length=PART, **changes):
-        data = medium.data[offset : offset + length]
-        whole = {"name": medium.name, "size": medium.size, "offset": offset, "data": data}
-        self.media.arrived(wire.MediumData(**(whole | changes)))
+    def part(self, image, offset=0, length=PART, **changes):
+        data = image.data[offset : offset + length]
+        whole = {"name": image.name, "size": image.size, "offset": offset, "data": data}
+        self.images.arrived(wire.ImageData(**(whole | changes)))
 
-    async def give(self, *media):
-        """Answer all questions, with these media; let complete ones be checked."""
-        data = {medium.name: medium for medium in media}
+    async def give(self, *images):
+        """Answer all questions, with these images; let complete ones be checked."""
+        data = {image.name: image for image in images}
         while questions := self.questions():
             for name, offset in questions:
                 self.part(data[name], offset)
@@ -62,14 +62,14 @@ class World:
     @classmethod
     async def running(cls, **options):
         world = cls(**options)
-        world.task = asyncio.create_task(world.media.run())
+        world.task = asyncio.create_task(world.images.run())
         return world
 
 
 @virtual
-async def test_a_chunk_is_ready_once_all_its_media_were_checked():
+async def test_a_chunk_is_ready_once_all_its_images_were_checked():
     world = await World.running()
-    world.media.hold("a", [ONE.name, TWO.name])
+    world.images.hold("a", [ONE.name, TWO.name])
     assert world.questions() == [(ONE.name, 0), (TWO.name, 0)]
     world.part(ONE)
     await asyncio.sleep(0.01)
@@ -77,14 +77,14 @@ async def test_a_chunk_is_ready_once_all_its_media_were_checked():
     world.part(TWO)
     await asyncio.sleep(0.01)
     assert world.ready == ["a"]
-    assert world.media.get(TWO.name).tensors["pixel_values"].tolist() == TWO.tensors["pixel_values"].tolist()
+    assert world.images.get(TWO.name).tensors["pixel_values"].tolist() == TWO.tensors["pixel_values"].tolist()
 
 
 @virtual
-async def test_a_medium_is_asked_for_once_and_kept_for_the_next_chunks():
+async def test_an_image_is_asked_for_once_and_kept_for_the_next_chunks():
     world = await World.running()
     for chunk in "abc":
-        world.media.hold(chunk, [LARGE.name, LARGE.name])
+        world.images.hold(chunk, [LARGE.name, LARGE.name])
     assert world.questions() == [(LARGE.name, 0)]
     world.part(LARGE)
     assert world.questions() == [(LARGE.name, PART)], "one part after the other"
@@ -92,8 +92,8 @@ async def test_a_medium_is_asked_for_once_and_kept_for_the_next_chunks():
     await world.give(LARGE)
     assert world.ready == ["a", "b", "c"]
     for chunk in "abc":
-        world.media.release(chunk)
-    world.media.hold("d", [LARGE.name])
+        world.images.release(chunk)
+    world.images.hold("d", [LARGE.name])
     assert world.ready[-1] == "d"
     assert not world.questions()
 
@@ -101,8 +101,8 @@ async def test_a_medium_is_asked_for_once_and_kept_for_the_next_chunks():
 @virtual
 async def test_chunks_behind_one_that_waits_do_not_wait_for_it():
     world = await World.running()
-    world.media.hold("a", [ONE.name])
-    world.media.hold("b", [TWO.name])
+    world.images.hold("a", [ONE.name])
+    world.images.hold("b", [TWO.name])
     world.questions()
     world.part(TWO)
     await asyncio.sleep(0.01)
@@ -113,7 +113,7 @@ async def test_chunks_behind_one_that_waits_do_not_wait_for_it():
 async def test_parts_that_come_twice_or_unasked_change_nothing():
     world = await World.running()
     world.part(ONE)
-    world.media.hold("a", [LARGE.name])
+    world.images.hold("a", [LARGE.name])
     world.part(LARGE)
     assert world.questions() == [(LARGE.name, 0)], "it came unasked"
     world.part(LARGE)
@@ -123,7 +123,7 @@ async def test_parts_that_come_twice_or_unasked_change_nothing():
     world.part(LARGE, PART)
     await world.give(LARGE)
     assert world.ready == ["a"]
-    assert world.media.get(LARGE.name).data.tobytes() == LARGE.data.tobytes()
+    assert world.images.get(LARGE.name).data.tobytes() == LARGE.data.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -132,25 +132,25 @@ async def test_parts_that_come_twice_or_unasked_change_nothing():
         (lambda world: world.part(ONE, data=TWO.data), "is not the name of these bytes"),
         (lambda world: world.part(ONE, data=ONE.data[:0]), "a part of 0 bytes does not fit"),
         (lambda world: world.part(ONE, size=5), "does not fit at 0 of 5"),
-        (lambda world: world.media.arrived(wire.MediumState(name=ONE.name, have=0, problem="gone")), "gone"),
-        (lambda world: world.media.arrived(wire.MediumState(name=ONE.name, have=9)), "has it no longer"),
+        (lambda world: world.images.arrived(wire.ImageState(name=ONE.name, have=0, problem="gone")), "gone"),
+        (lambda world: world.images.arrived(wire.ImageState(name=ONE.name, have=9)), "has it no longer"),
     ],
 )
 @virtual
-async def test_a_medium_that_is_another_or_cannot_be_had_fails_its_chunks_alone(answer, says):
+async def test_an_image_that_is_another_or_cannot_be_had_fails_its_chunks_alone(answer, says):
     world = await World.running()
-    world.media.hold("a", [ONE.name, TWO.name])
-    world.media.hold("b", [TWO.name])
-    world.media.hold("c", [ONE.name])
+    world.images.hold("a", [ONE.name, TWO.name])
+    world.images.hold("b", [TWO.name])
+    world.images.hold("c", [ONE.name])
     world.questions()
     answer(world)
     await asyncio.sleep(0.01)
     assert [chunk for chunk, _ in world.failed] == ["a", "c"]
-    assert all(why.startswith(f"media: {ONE.name}: ") and says in why for _, why in world.failed)
+    assert all(why.startswith(f"images: {ONE.name}: ") and says in why for _, why in world.failed)
     world.part(TWO)
     await asyncio.sleep(0.01)
     assert world.ready == ["b"]
-    world.media.hold("a", [ONE.name])  # another attempt
+    world.images.hold("a", [ONE.name])  # another attempt
     await world.give(ONE)
     assert world.ready == ["b", "a"]
 
@@ -158,15 +158,15 @@ async def test_a_medium_that_is_another_or_cannot_be_had_fails_its_chunks_alone(
 @virtual
 async def test_a_question_is_repeated_and_then_given_up():
     world = await World.running()
-    world.media.hold("a", [ONE.name])
+    world.images.hold("a", [ONE.name])
     asked = 0
-    for _ in range(int(2 * wire.MEDIUM_STALL_SECONDS)):
-        world.media.tick()
+    for _ in range(int(2 * wire.IMAGE_STALL_SECONDS)):
+        world.images.tick()
         asked += len(world.questions())
         world.time += 1.0
         if world.failed:
             break
-    assert asked == wire.MEDIUM_STALL_SECONDS // ASK_SECONDS
+    assert asked == wire.IMAGE_STALL_SECONDS // ASK_SECONDS
     ((chunk, why),) = world.failed
     assert chunk == "a"
     assert "sent nothing for 30 s" in why
@@ -177,10 +177,10 @@ async def test_few_are_asked_for_at_once_and_those_of_dropped_chunks_do_not_coun
     world = await World.running()
     images = [image(seed) for seed in range(20)]
     for place, each in enumerate(images):
-        world.media.hold(str(place), [each.name])
-    assert len(world.questions()) == wire.MEDIA_AT_ONCE
-    for place in range(wire.MEDIA_AT_ONCE):
-        world.media.release(str(place))
+        world.images.hold(str(place), [each.name])
+    assert len(world.questions()) == wire.IMAGES_AT_ONCE
+    for place in range(wire.IMAGES_AT_ONCE):
+        world.images.release(str(place))
     assert [name for name, _ in world.questions()] == [each.name for each in images[8:16]]
     await world.give(*images)
     await asyncio.sleep(0.1)
@@ -192,40 +192,40 @@ async def test_few_are_asked_for_at_once_and_those_of_dropped_chunks_do_not_coun
 
 @virtual
 async def test_memory_is_bounded_and_chunks_wait_in_line_for_room():
-    world = await World.running(max_bytes=MAX_MEDIUM_BYTES + 4 * 5 * PART - 1)
+    world = await World.running(max_bytes=MAX_IMAGE_BYTES + 4 * 5 * PART - 1)
     big = [image(seed, 5 * PART) for seed in range(4)]  # of 40 MiB each
     for place, each in enumerate(big):
-        world.media.hold(str(place), [each.name])
+        world.images.hold(str(place), [each.name])
     for place in range(4):
         await world.give(*big)
         assert world.ready == [str(each) for each in range(place + 1)], "one after the other"
-        assert world.media._bytes <= MAX_MEDIUM_BYTES + 4 * 5 * PART - 1
-        world.media.release(str(place))
-    assert not world.media._users
-    world.media.hold("again", [big[3].name])
+        assert world.images._bytes <= MAX_IMAGE_BYTES + 4 * 5 * PART - 1
+        world.images.release(str(place))
+    assert not world.images._users
+    world.images.hold("again", [big[3].name])
     assert world.ready[-1] == "again", "the most recently used one is still here"
 
 
 @virtual
 async def test_a_chunk_whose_images_exceed_the_bound_runs_alone():
-    world = await World.running(max_bytes=MAX_MEDIUM_BYTES)
+    world = await World.running(max_bytes=MAX_IMAGE_BYTES)
     big = [image(seed, 5 * PART) for seed in range(3)]
-    world.media.hold("small", [ONE.name])
-    world.media.hold("large", [each.name for each in big])
-    world.media.hold("after", [TWO.name])
+    world.images.hold("small", [ONE.name])
+    world.images.hold("large", [each.name for each in big])
+    world.images.hold("after", [TWO.name])
     await world.give(ONE, TWO, *big)
     assert world.ready == ["small"]
-    world.media.release("small")
+    world.images.release("small")
     await world.give(ONE, TWO, *big)
     assert world.ready == ["small", "large"]
-    world.media.release("large")
+    world.images.release("large")
     await world.give(ONE, TWO, *big)
     assert world.ready == ["small", "large", "after"]
-    assert world.media._bytes <= MAX_MEDIUM_BYTES
+    assert world.images._bytes <= MAX_IMAGE_BYTES
 
 
-def test_room_for_less_than_one_medium_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.media_bytes = 5: must have room for one medium"):
+def test_room_for_less_than_one_image_is_refused():
+    with pytest.raises(ConfigError, match=r"engine\.image_bytes = 5: must have room for one image"):
         World(max_bytes=5)
 
 
@@ -238,23 +238,23 @@ PLACED = [Placed(ONE.name, 0, 1), Placed(LARGE.name, 1, 2)]
 async def test_a_chunk_with_images_waits_for_them_and_others_run():
     async with engine() as (buffer, server, *_):
         assert buffer.said[0].capacity.image_tokens > 0
-        await buffer.run(0, media=PLACED)
+        await buffer.run(0, images=PLACED)
         await buffer.run(1)
         await eventually(lambda: len(buffer.results()) == 1)
         assert list(server.running) == ["r/p#0"]
         assert await buffer.give(ONE, LARGE) == 2 + LARGE.size // PART
         await eventually(lambda: len(buffer.results()) == 2)
-        await buffer.run(2, media=PLACED)
+        await buffer.run(2, images=PLACED)
         await eventually(lambda: len(buffer.results()) == 3)
-        assert await buffer.give(ONE, LARGE) == 0, "each medium comes once"
+        assert await buffer.give(ONE, LARGE) == 0, "each image comes once"
 
 
 @virtual
 async def test_images_are_part_of_what_is_generated():
     async with engine() as (buffer, *_):
         tokens = []
-        for attempt, media in enumerate(([], PLACED, PLACED[:1], PLACED), 1):
-            await buffer.run(attempt=attempt, media=media)
+        for attempt, images in enumerate(([], PLACED, PLACED[:1], PLACED), 1):
+            await buffer.run(attempt=attempt, images=images)
             await buffer.give(ONE, LARGE)
             await eventually(lambda count=attempt: len(buffer.results()) == count)
             tokens.append(buffer.heard(wire.ChunksDone)[-1].tokens.tolist())
@@ -265,8 +265,8 @@ async def test_images_are_part_of_what_is_generated():
 @virtual
 async def test_a_chunk_that_is_dropped_while_it_waits_is_forgotten():
     async with engine() as (buffer, server, *_):
-        await buffer.run(0, media=PLACED)
-        await buffer.run(1, media=PLACED)
+        await buffer.run(0, images=PLACED)
+        await buffer.run(1, images=PLACED)
         await asyncio.sleep(0.1)
         await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
         await buffer.give(ONE, LARGE)
@@ -274,45 +274,45 @@ async def test_a_chunk_that_is_dropped_while_it_waits_is_forgotten():
         assert set(buffer.results()) == {("1", 1)}
         assert not server.running
         assert not server._held
-        assert not server._media._users
+        assert not server._images._users
 
 
 @virtual
 async def test_a_chunk_whose_images_do_not_come_fails_and_may_be_tried_again():
     async with engine() as (buffer, server, *_):
-        await buffer.run(0, media=PLACED)
-        await asyncio.sleep(wire.MEDIUM_STALL_SECONDS + 3)
+        await buffer.run(0, images=PLACED)
+        await asyncio.sleep(wire.IMAGE_STALL_SECONDS + 3)
         (failed,) = buffer.heard(wire.ChunkFailed)
         assert (failed.request_id, failed.fatal) == ("r/p#0", False)
-        assert failed.message.startswith("media: ")
+        assert failed.message.startswith("images: ")
         assert not server.running
-        buffer.answered = len(buffer.heard(wire.ReadMedium))
-        await buffer.run(0, attempt=2, media=PLACED)
+        buffer.answered = len(buffer.heard(wire.ReadImage))
+        await buffer.run(0, attempt=2, images=PLACED)
         await asyncio.sleep(0.1)
         await buffer.give(ONE, LARGE)
         await eventually(lambda: ("0", 2) in buffer.results())
 
 
 @virtual
-async def test_media_outside_of_the_tokens_are_refused_by_name():
+async def test_images_outside_of_the_tokens_are_refused_by_name():
     async with engine() as (buffer, *_):
-        await buffer.run(0, media=[Placed(ONE.name, 2, 2)])
+        await buffer.run(0, images=[Placed(ONE.name, 2, 2)])
         await eventually(lambda: buffer.heard(wire.ChunkFailed))
         (failed,) = buffer.heard(wire.ChunkFailed)
         assert failed.fatal
-        assert failed.message.startswith("media[0].length")
+        assert failed.message.startswith("images[0].length")
 
 
 @virtual
 async def test_a_buffer_that_comes_back_finds_nothing_waiting():
     async with engine() as (buffer, server, *_):
-        await buffer.run(0, media=PLACED)
+        await buffer.run(0, images=PLACED)
         await asyncio.sleep(0.1)
         server._rejoin()
         assert not server.running
         assert not server._held
-        buffer.answered = len(buffer.heard(wire.ReadMedium))
-        await buffer.run(0, media=PLACED)
+        buffer.answered = len(buffer.heard(wire.ReadImage))
+        await buffer.run(0, images=PLACED)
         await asyncio.sleep(0.1)
         await buffer.give(ONE, LARGE)
         await eventually(lambda: len(buffer.results()) == 1)

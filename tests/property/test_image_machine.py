@@ -1,11 +1,11 @@
-"""Any order of media that come, groups that need them, and time: what is in use stays, and all is bounded."""
+"""Any order of images that come, groups that need them, and time: what is in use stays, and all is bounded."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from seer.services.buffer.media.media_machine import STALL, MediaMachine
+from seer.services.buffer.images.image_machine import STALL, ImageMachine
 
 ROOM = 100
 SIZES = {letter * 64: size for letter, size in zip("abcdef", (10, 20, 30, 40, 50, 100), strict=True)}
@@ -13,12 +13,12 @@ NAMES = st.sampled_from(sorted(SIZES))
 TRAINERS = ("t", "u")
 
 
-class MediaModel(RuleBasedStateMachine):
+class ImagesModel(RuleBasedStateMachine):
     """`groups`: by id, the names that each refers to; `since`: when its wait began, or went on."""
 
     def __init__(self):
         super().__init__()
-        self.machine = MediaMachine(ROOM)
+        self.machine = ImageMachine(ROOM)
         self.now = 0.0
         self.count = 0
         self.groups: dict[str, tuple[str, list[str]]] = {}
@@ -63,7 +63,7 @@ class MediaModel(RuleBasedStateMachine):
         unused = [other for other in self.order if other not in self.used]
         held = sum(SIZES[other] for other in self.have)
         if held - sum(SIZES[other] for other in unused) + SIZES[name] > ROOM:
-            with pytest.raises(ValueError, match=r"buffer\.media_bytes"):
+            with pytest.raises(ValueError, match=r"buffer\.image_bytes"):
                 self.machine.begin(name, SIZES[name], self.now)
             return
         dropped = self.machine.begin(name, SIZES[name], self.now)
@@ -122,17 +122,17 @@ class MediaModel(RuleBasedStateMachine):
 
 
 def test_any_order_of_events():
-    run_state_machine_as_test(MediaModel, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(ImagesModel, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("name", ["", "a" * 63, "a" * 65, "A" * 64, "../" + "a" * 61, "a" * 63 + "\n"])
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
-        MediaMachine(ROOM).begin(name, 5, 0.0)
+        ImageMachine(ROOM).begin(name, 5, 0.0)
 
 
 def test_files_of_an_earlier_life_count_once_they_were_checked():
-    machine = MediaMachine(ROOM)
+    machine = ImageMachine(ROOM)
     sizes = {name: SIZES[name] for name in sorted(SIZES)[:5]}
     assert machine.found(sizes, 0.0) == ["a" * 64, "b" * 64, "c" * 64], "150 bytes, and room for 100"
     assert machine.bytes == 90
@@ -140,20 +140,20 @@ def test_files_of_an_earlier_life_count_once_they_were_checked():
 
 
 def test_what_two_groups_show_is_in_use_until_both_are_gone():
-    machine = MediaMachine(ROOM)
+    machine = ImageMachine(ROOM)
     one, other = "e" * 64, "f" * 64
     machine.begin(one, SIZES[one], 0.0)
     machine.refer("g", "t", [one], 0.0)
     machine.refer("h", "t", [one, one], 0.0)
     for group in ("h", "g"):
-        with pytest.raises(ValueError, match="media in use have 50"):
+        with pytest.raises(ValueError, match="images in use have 50"):
             machine.begin(other, SIZES[other], 0.0)
         machine.release(group)
     assert machine.begin(other, SIZES[other], 0.0) == [one]
 
 
 def test_a_group_waits_as_long_as_anything_of_its_trainer_comes():
-    machine = MediaMachine(ROOM)
+    machine = ImageMachine(ROOM)
     machine.refer("last", "t", ["a" * 64], 0.0)
     machine.refer("other", "u", ["b" * 64], 0.0)
     for second in range(0, 100, 20):

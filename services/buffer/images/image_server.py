@@ -1,11 +1,11 @@
-"""The buffer's media: a file each, sent by trainers, read by engines.
+"""The buffer's images: a file each, sent by trainers, read by engines.
 
-Invariants (tests/unit/test_media_server.py, tests/cluster/test_images.py):
-- a medium is given out only if its bytes were checked against its name, in this life of the buffer; what was
+Invariants (tests/unit/test_image_server.py, tests/cluster/test_images.py):
+- an image is given out only if its bytes were checked against its name, in this life of the buffer; what was
   damaged since is noticed with the last part, and lost: whoever submits it again sends it again;
 - one task handles everything in turn, so no file is deleted while it is written or read;
-- an error of the disk removes that one medium, its peer gets the error, and all others go on;
-- media in a configured folder survive the buffer, and count again once somebody has submitted them again;
+- an error of the disk removes that one image, its peer gets the error, and all others go on;
+- images in a configured folder survive the buffer, and count again once somebody has submitted them again;
 - messages that wait to be handled are bounded in number and bytes, and the event loop never waits for the
   disk.
 """
@@ -19,30 +19,30 @@ from seer.common.blobs import Turns
 from seer.common.clock import Clock
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
-from seer.common.types import MAX_MEDIUM_BYTES
-from seer.services.buffer.media.folder import MediaFolder
-from seer.services.buffer.media.media_machine import Kept, MediaMachine
+from seer.common.types import MAX_IMAGE_BYTES
+from seer.services.buffer.images.image_folder import ImageFolder
+from seer.services.buffer.images.image_machine import ImageMachine, Kept
 from seer.services.buffer.own_folder import on_disk
 
-Reply = Callable[[bytes, wire.MediumState | wire.MediumData], Awaitable[None]]
+Reply = Callable[[bytes, wire.ImageState | wire.ImageData], Awaitable[None]]
 """Sends an answer to a peer's address; the answer is lost if the peer does not read."""
 
-MediaRequest = wire.OpenMedium | wire.MediumData | wire.ReadMedium
+ImageRequest = wire.OpenImage | wire.ImageData | wire.ReadImage
 
 _MAX_QUEUED = 4096
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 
-_MAX_PARTS = 4 * wire.MEDIA_AT_ONCE
+_MAX_PARTS = 4 * wire.IMAGES_AT_ONCE
 """Messages with data among them: 64 MiB."""
 
-STALLED = f"nothing of its trainer's images has come for {wire.MEDIUM_STALL_SECONDS:g} s: submit it again"
+STALLED = f"nothing of its trainer's images has come for {wire.IMAGE_STALL_SECONDS:g} s: submit it again"
 
 
-class MediaServer:
-    """The media below `folder`; empty: in a temporary folder, deleted when `run` ends.
+class ImageServer:
+    """The images below `folder`; empty: in a temporary folder, deleted when `run` ends.
 
-    `counters` has totals since the start. `arrived(name)` is called for each medium that is there from now
-    on, `stalled(groups, why)` for groups whose media do not come. Raises `ConfigError` if `max_bytes` has no
+    `counters` has totals since the start. `arrived(name)` is called for each image that is there from now
+    on, `stalled(groups, why)` for groups whose images do not come. Raises `ConfigError` if `max_bytes` has no
     room for one.
     """
 
@@ -54,12 +54,12 @@ class MediaServer:
         arrived: Callable[[str], None],
         stalled: Callable[[list[str], str], None],
     ) -> None:
-        if max_bytes < MAX_MEDIUM_BYTES:
-            fix = f"must have room for one medium, {MAX_MEDIUM_BYTES} bytes"
-            raise ConfigError(f"buffer.media_bytes = {max_bytes}: {fix}")
-        self.machine = MediaMachine(max_bytes)
-        self.counters = {"media_received_bytes": 0, "media_sent_bytes": 0}
-        self._folder = MediaFolder(folder)
+        if max_bytes < MAX_IMAGE_BYTES:
+            fix = f"must have room for one image, {MAX_IMAGE_BYTES} bytes"
+            raise ConfigError(f"buffer.image_bytes = {max_bytes}: {fix}")
+        self.machine = ImageMachine(max_bytes)
+        self.counters = {"image_received_bytes": 0, "image_sent_bytes": 0}
+        self._folder = ImageFolder(folder)
         self._clock = clock
         self._arrived, self._stalled = arrived, stalled
         self._turns = Turns(_MAX_QUEUED, _MAX_PARTS)
@@ -69,9 +69,9 @@ class MediaServer:
         """Lock the configured folder. Raises `ConfigError` if it is not this buffer's."""
         self._folder.claim()
 
-    def put(self, reply: Reply, address: bytes, message: MediaRequest, trainer: str = "") -> None:
+    def put(self, reply: Reply, address: bytes, message: ImageRequest, trainer: str = "") -> None:
         """Queue a peer's message; it is dropped if too many wait. `trainer`: who sent it, if one did."""
-        part = isinstance(message, wire.MediumData)
+        part = isinstance(message, wire.ImageData)
         self._turns.add(lambda: self._answer(reply, address, message, trainer), part=part)
 
     def tick(self) -> None:
@@ -89,25 +89,25 @@ class MediaServer:
             self._folder.release()
 
     async def _take_over(self) -> None:
-        """Take over the media that an earlier life left in the configured folder."""
+        """Take over the images that an earlier life left in the configured folder."""
         try:
             found = await on_disk(self._folder.inherited)
             for name in self.machine.found(found, self._clock.now()):
                 await on_disk(self._folder.remove, name)
         except OSError as error:
-            self._log.warning("media of an earlier life cannot be read", error=str(error))
+            self._log.warning("images of an earlier life cannot be read", error=str(error))
 
     # --- messages ------------------------------------------------------------------------
 
-    async def _answer(self, reply: Reply, address: bytes, message: MediaRequest, trainer: str) -> None:
-        state: wire.MediumState | wire.MediumData
+    async def _answer(self, reply: Reply, address: bytes, message: ImageRequest, trainer: str) -> None:
+        state: wire.ImageState | wire.ImageData
         match message:
-            case wire.ReadMedium(name=name, offset=offset):
+            case wire.ReadImage(name=name, offset=offset):
                 came, state = False, await self._read(name, offset)
-            case wire.OpenMedium(name=name, size=size):
+            case wire.OpenImage(name=name, size=size):
                 state = await self._open(name, size)
                 came = state.have == size
-            case wire.MediumData():
+            case wire.ImageData():
                 known = self.machine.get(message.name)
                 before = known.have if known is not None else 0
                 state = await self._write(message)
@@ -116,47 +116,47 @@ class MediaServer:
             self.machine.heard(trainer, self._clock.now())
         await reply(address, state)
 
-    async def _open(self, name: str, size: int) -> wire.MediumState:
+    async def _open(self, name: str, size: int) -> wire.ImageState:
         try:
             kept = await self._kept(name, size)
         except (OSError, ValueError) as error:
-            return wire.MediumState(name=name, have=0, problem=str(error))
+            return wire.ImageState(name=name, have=0, problem=str(error))
         if kept.have == kept.size and not kept.checked:  # of an earlier life
             await self._finish(name, kept, log=True)
             if not kept.checked:
                 return await self._open(name, size)  # its file is damaged, and removed: from the beginning
         if size != kept.size:
-            return wire.MediumState(name=name, have=0, problem=f"has {kept.size} bytes, not {size}")
-        return wire.MediumState(name=name, have=kept.have)
+            return wire.ImageState(name=name, have=0, problem=f"has {kept.size} bytes, not {size}")
+        return wire.ImageState(name=name, have=kept.have)
 
     async def _kept(self, name: str, size: int) -> Kept:
-        """Return a medium, which is begun if it is not kept. Raises `ValueError` or `OSError`."""
+        """Return an image, which is begun if it is not kept. Raises `ValueError` or `OSError`."""
         now = self._clock.now()
         if self.machine.get(name) is None:
             for other in self.machine.begin(name, size, now):
                 await on_disk(self._folder.remove, other)
         return self.machine.use(name, now)
 
-    async def _write(self, message: wire.MediumData) -> wire.MediumState:
+    async def _write(self, message: wire.ImageData) -> wire.ImageState:
         name, length = message.name, len(message.data)
         state = await self._open(name, message.size)
         kept = self.machine.get(name)
         if state.problem or kept is None or message.offset != kept.have:
             return state  # it is sent again from where the answer says
-        if not 0 < length <= min(wire.MEDIUM_PART_BYTES, kept.size - kept.have):
+        if not 0 < length <= min(wire.IMAGE_PART_BYTES, kept.size - kept.have):
             return state
         try:
             await on_disk(self._folder.append, name, kept.have, message.data)
         except OSError as error:
             return await self._lose(name, f"cannot be stored: {error}")
         kept.have += length
-        self.counters["media_received_bytes"] += length
+        self.counters["image_received_bytes"] += length
         if kept.have == kept.size and (problem := await self._finish(name, kept, log=False)):
-            return wire.MediumState(name=name, have=0, problem=problem)
-        return wire.MediumState(name=name, have=kept.have)
+            return wire.ImageState(name=name, have=0, problem=problem)
+        return wire.ImageState(name=name, have=kept.have)
 
     async def _finish(self, name: str, kept: Kept, *, log: bool) -> str:
-        """Check a medium that is complete; return what is wrong with it, after which it is lost.
+        """Check an image that is complete; return what is wrong with it, after which it is lost.
 
         `log`: also its having other bytes, which is told to who sent them.
         """
@@ -168,14 +168,14 @@ class MediaServer:
         self._arrived(name)
         return ""
 
-    async def _read(self, name: str, offset: int) -> wire.MediumState | wire.MediumData:
+    async def _read(self, name: str, offset: int) -> wire.ImageState | wire.ImageData:
         known = self.machine.get(name)
         if known is None or not known.checked:
-            return wire.MediumState(name=name, have=0, problem="is not in this buffer: submit it again")
+            return wire.ImageState(name=name, have=0, problem="is not in this buffer: submit it again")
         kept = self.machine.use(name, self._clock.now())
         if offset >= kept.size:
-            return wire.MediumState(name=name, have=kept.have, problem=f"has {kept.size} bytes")
-        length = min(wire.MEDIUM_PART_BYTES, kept.size - offset)
+            return wire.ImageState(name=name, have=kept.have, problem=f"has {kept.size} bytes")
+        length = min(wire.IMAGE_PART_BYTES, kept.size - offset)
         try:
             # With the last part: engines refuse what was damaged, and trainers send nothing that is here.
             if offset + length == kept.size:
@@ -184,20 +184,20 @@ class MediaServer:
         except (InvalidField, OSError) as error:
             why = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
             return await self._lose(name, why)
-        self.counters["media_sent_bytes"] += length
-        return wire.MediumData(name=name, size=kept.size, offset=offset, data=data)
+        self.counters["image_sent_bytes"] += length
+        return wire.ImageData(name=name, size=kept.size, offset=offset, data=data)
 
     async def _lose_abandoned(self) -> None:
         for name in self.machine.abandoned(self._clock.now()):
             await self._lose(name, "")
 
-    async def _lose(self, name: str, problem: str, *, log: bool = True) -> wire.MediumState:
-        """Drop a medium and its file; return the answer that says why."""
+    async def _lose(self, name: str, problem: str, *, log: bool = True) -> wire.ImageState:
+        """Drop an image and its file; return the answer that says why."""
         self.machine.drop(name)
         if problem and log:
-            self._log.warning("a medium is lost", medium=name, why=problem)
+            self._log.warning("an image is lost", image=name, why=problem)
         try:
             await on_disk(self._folder.remove, name)
         except OSError as error:
-            self._log.warning("a medium's file stays on disk", medium=name, error=str(error))
-        return wire.MediumState(name=name, have=0, problem=problem)
+            self._log.warning("an image's file stays on disk", image=name, error=str(error))
+        return wire.ImageState(name=name, have=0, problem=problem)

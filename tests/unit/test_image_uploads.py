@@ -8,14 +8,14 @@ import pytest
 from pictures import picture, placed
 from virtual_time import eventually, virtual
 
-from seer.client import Placed, Prompt, medium
-from seer.client.media import ASK_SECONDS, MediaUploads
+from seer.client import Placed, Prompt, prepared_image
+from seer.client.image_uploads import ASK_SECONDS, ImageUploads
 from seer.client.prompts import prepare
 from seer.common.errors import InvalidField
-from seer.common.types import MAX_MEDIA
-from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium
+from seer.common.types import MAX_IMAGES
+from seer.common.wire import IMAGE_PART_BYTES, IMAGES_AT_ONCE, ImageData, ImageState, OpenImage
 
-LARGE = picture(0, MEDIUM_PART_BYTES // 2)  # 4 MiB and a header: three parts
+LARGE = picture(0, IMAGE_PART_BYTES // 2)  # 4 MiB and a header: three parts
 GRID, PIXELS = np.array([[1, 2, 2]]), np.ones((4, 6), np.float32)
 
 
@@ -37,31 +37,31 @@ GRID, PIXELS = np.array([[1, 2, 2]]), np.ones((4, 6), np.float32)
 )
 def test_what_is_no_image_is_refused_by_name(modality, tensors, says):
     with pytest.raises(InvalidField, match=says):
-        medium(modality, **tensors)
+        prepared_image(modality, **tensors)
 
 
 @pytest.mark.parametrize(
-    ("media", "field"),
+    ("images", "field"),
     [
-        ([placed(1, 5)], "prompts[0].media[0].length"),
-        ([placed(1, -1)], "prompts[0].media[0].offset"),
-        ([placed(1, 2), placed(2, 1)], "prompts[0].media[1].offset"),
-        ([placed(1, 1, 0)], "prompts[0].media[0].length"),
-        ([picture(1)], "prompts[0].media[0]"),
-        ([Placed("https://example.org/a.png", 0, 1)], "prompts[0].media[0]"),
-        ([placed(1, place) for place in range(5)] * 13, "prompts[0].media"),
+        ([placed(1, 5)], "prompts[0].images[0].length"),
+        ([placed(1, -1)], "prompts[0].images[0].offset"),
+        ([placed(1, 2), placed(2, 1)], "prompts[0].images[1].offset"),
+        ([placed(1, 1, 0)], "prompts[0].images[0].length"),
+        ([picture(1)], "prompts[0].images[0]"),
+        ([Placed("https://example.org/a.png", 0, 1)], "prompts[0].images[0]"),
+        ([placed(1, place) for place in range(5)] * 13, "prompts[0].images"),
     ],
 )
-def test_media_that_cannot_stand_in_a_prompt_are_refused_by_field(media, field):
-    assert len(media) <= 5 or len(media) > MAX_MEDIA
+def test_images_that_cannot_stand_in_a_prompt_are_refused_by_field(images, field):
+    assert len(images) <= 5 or len(images) > MAX_IMAGES
     with pytest.raises(InvalidField) as refused:
-        prepare([Prompt("p", token_ids=[1, 2, 3, 4, 5], media=media)], None)
+        prepare([Prompt("p", token_ids=[1, 2, 3, 4, 5], images=images)], None)
     assert refused.value.field == field
 
 
 def test_images_in_text_are_refused():
-    with pytest.raises(InvalidField, match=r"prompts\[0\]\.media = 1: give token_ids with placeholders"):
-        prepare([Prompt("p", text="what is <image>?", media=[placed(1, 0)])], None)
+    with pytest.raises(InvalidField, match=r"prompts\[0\]\.images = 1: give token_ids with placeholders"):
+        prepare([Prompt("p", text="what is <image>?", images=[placed(1, 0)])], None)
 
 
 class Buffer:
@@ -72,7 +72,7 @@ class Buffer:
         self.losing, self.restarts = set(), set()  # numbers of messages
         self.most = self.busy = 0
         self.lost = []
-        self.uploads = MediaUploads(self.note)
+        self.uploads = ImageUploads(self.note)
 
     async def note(self, name, why):
         self.lost.append((name, why))
@@ -88,14 +88,14 @@ class Buffer:
         if len(self.said) in self.losing:
             return
         data = self.have.setdefault(message.name, bytearray())
-        if isinstance(message, MediumData) and message.offset == len(data):
-            assert len(message.data) <= MEDIUM_PART_BYTES
+        if isinstance(message, ImageData) and message.offset == len(data):
+            assert len(message.data) <= IMAGE_PART_BYTES
             data += message.data.tobytes()
         problem = self.problems.get(message.name, "")
-        self.uploads.answer(MediumState(name=message.name, have=len(data), problem=problem))
+        self.uploads.answer(ImageState(name=message.name, have=len(data), problem=problem))
 
     def parts(self, name):
-        return [each.offset for each in self.said if isinstance(each, MediumData) and each.name == name]
+        return [each.offset for each in self.said if isinstance(each, ImageData) and each.name == name]
 
 
 @contextlib.asynccontextmanager
@@ -107,8 +107,8 @@ async def uploading():
     await asyncio.wait([task])
 
 
-def whole(buffer, *media):
-    return all(bytes(buffer.have.get(each.name, b"")) == each.data.tobytes() for each in media)
+def whole(buffer, *images):
+    return all(bytes(buffer.have.get(each.name, b"")) == each.data.tobytes() for each in images)
 
 
 @virtual
@@ -118,11 +118,11 @@ async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
             buffer.uploads.add([Placed(LARGE, 0, 1), placed(1, 1), Placed(LARGE, 2, 1)])
         await eventually(lambda: whole(buffer, LARGE, picture(1)))
         await asyncio.sleep(3 * ASK_SECONDS)
-        questions = [each.name for each in buffer.said if isinstance(each, OpenMedium)]
+        questions = [each.name for each in buffer.said if isinstance(each, OpenImage)]
         assert sorted(questions) == sorted([LARGE.name, picture(1).name]), (
             "no worker waits for another's answer"
         )
-        assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert buffer.parts(LARGE.name) == [0, IMAGE_PART_BYTES, 2 * IMAGE_PART_BYTES]
         assert buffer.parts(picture(1).name) == [0]
 
 
@@ -132,7 +132,7 @@ async def test_an_image_that_the_buffer_has_is_not_sent():
         buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
         buffer.uploads.add([Placed(LARGE, 0, 1)])
         await asyncio.sleep(1)
-        assert [type(each) for each in buffer.said] == [OpenMedium]
+        assert [type(each) for each in buffer.said] == [OpenImage]
 
 
 @virtual
@@ -147,7 +147,7 @@ async def test_an_image_that_is_dropped_as_the_buffer_says_it_has_it_is_sent_to_
         del buffer.have[LARGE.name]
         await eventually(lambda: whole(buffer, LARGE))
         await asyncio.sleep(1)
-        assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert buffer.parts(LARGE.name) == [0, IMAGE_PART_BYTES, 2 * IMAGE_PART_BYTES]
         assert not buffer.uploads._pending
         assert not buffer.uploads._again
 
@@ -160,9 +160,9 @@ async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
         buffer.losing, buffer.restarts = {3, 4}, {6}
         await asyncio.sleep(4 * ASK_SECONDS)
         assert whole(buffer, LARGE)
-        second = 1000 + MEDIUM_PART_BYTES
+        second = 1000 + IMAGE_PART_BYTES
         assert buffer.parts(LARGE.name)[:3] == [1000, second, second], "one of them was lost"
-        assert buffer.parts(LARGE.name)[3:] == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert buffer.parts(LARGE.name)[3:] == [0, IMAGE_PART_BYTES, 2 * IMAGE_PART_BYTES]
 
 
 @virtual
@@ -182,12 +182,12 @@ async def test_few_are_on_their_way_at_once():
     async with uploading() as buffer:
         many = [placed(seed, 0) for seed in range(50)]
         buffer.uploads.add(many)
-        await eventually(lambda: whole(buffer, *(each.medium for each in many)))
-        assert buffer.most == MEDIA_AT_ONCE
+        await eventually(lambda: whole(buffer, *(each.image for each in many)))
+        assert buffer.most == IMAGES_AT_ONCE
 
 
 @virtual
 async def test_answers_that_nobody_waits_for_change_nothing():
     async with uploading() as buffer:
-        buffer.uploads.answer(MediumState(name="x", have=3, problem="late"))
+        buffer.uploads.answer(ImageState(name="x", have=3, problem="late"))
         assert not buffer.lost

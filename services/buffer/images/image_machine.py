@@ -1,11 +1,11 @@
-"""Which media the buffer keeps, awaits and drops: counts and names, never bytes.
+"""Which images the buffer keeps, awaits and drops: counts and names, never bytes.
 
-Invariants (tests/property/test_media_machine.py):
-- all media together have at most `max_bytes`, counting each whole from the moment it is begun;
-- a medium that a group refers to is never dropped; of the others, those that were not used for longest go,
+Invariants (tests/property/test_image_machine.py):
+- all images together have at most `max_bytes`, counting each whole from the moment it is begun;
+- an image that a group refers to is never dropped; of the others, those that were not used for longest go,
   and only when their room is needed, or when they are incomplete and do not grow;
-- a medium is there once its bytes were checked against its name, and not before;
-- a group that waits for media is reported once nothing of its trainer's media has come for `STALL` seconds.
+- an image is there once its bytes were checked against its name, and not before;
+- a group that waits for images is reported once nothing of its trainer's images has come for `STALL` seconds.
   Its own may be the last of many, so one that does not grow is no sign.
 """
 
@@ -15,13 +15,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from seer.common.types import MEDIUM_NAME
-from seer.common.wire import MEDIUM_STALL_SECONDS as STALL
+from seer.common.types import IMAGE_NAME
+from seer.common.wire import IMAGE_STALL_SECONDS as STALL
 
 
 @dataclass(slots=True)
 class Kept:
-    """A medium of `size` bytes, of which `have` are there. `checked`: all are, and its name is theirs.
+    """An image of `size` bytes, of which `have` are there. `checked`: all are, and its name is theirs.
 
     `used`: when it was begun, grew, or was asked for last. Monotonic seconds.
     """
@@ -39,20 +39,20 @@ class _Group:
     since: float
 
 
-class MediaMachine:
+class ImageMachine:
     """See the module's docstring. All times are monotonic seconds."""
 
     def __init__(self, max_bytes: int) -> None:
         self.bytes = 0
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
-        self._users: Counter[str] = Counter()  # groups by medium
+        self._users: Counter[str] = Counter()  # groups by image
         self._groups: dict[str, _Group] = {}
-        self._waiting: dict[str, None] = {}  # groups that may lack media
-        self._heard: dict[str, float] = {}  # by trainer: when something of its media came
+        self._waiting: dict[str, None] = {}  # groups that may lack images
+        self._heard: dict[str, float] = {}  # by trainer: when something of its images came
 
     def get(self, name: str) -> Kept | None:
-        """Return a medium, which is not used by that; None: it is not kept."""
+        """Return an image, which is not used by that; None: it is not kept."""
         return self._kept.get(name)
 
     # --- groups --------------------------------------------------------------------------
@@ -62,14 +62,14 @@ class MediaMachine:
         return [name for name in dict.fromkeys(names) if not self._is_there(name)]
 
     def refer(self, group_id: str, trainer: str, names: Sequence[str], now: float) -> None:
-        """Keep media for a group, which was not known, until `release`."""
+        """Keep images for a group, which was not known, until `release`."""
         if names:
             self._groups[group_id] = _Group(trainer, names, now)
             self._waiting[group_id] = None
             self._users.update(names)
 
     def release(self, group_id: str) -> None:
-        """Note that a group needs its media no longer; one without any is ignored."""
+        """Note that a group needs its images no longer; one without any is ignored."""
         group = self._groups.pop(group_id, None)
         self._waiting.pop(group_id, None)
         if group is not None:
@@ -78,10 +78,10 @@ class MediaMachine:
                 if not self._users[name]:
                     del self._users[name]
 
-    # --- media ---------------------------------------------------------------------------
+    # --- images --------------------------------------------------------------------------
 
     def heard(self, trainer: str, now: float) -> None:
-        """Note that a part of a trainer's media came, or that one which it named is there already."""
+        """Note that a part of a trainer's images came, or that one which it named is there already."""
         self._heard[trainer] = now
 
     def found(self, sizes: Mapping[str, int], now: float) -> list[str]:
@@ -94,15 +94,15 @@ class MediaMachine:
         return self._make_room(0)
 
     def begin(self, name: str, size: int, now: float) -> list[str]:
-        """Begin a medium that is not kept; return those that were dropped for it. Raises `ValueError`."""
-        if not MEDIUM_NAME.fullmatch(name):
-            raise ValueError("is not the name of a medium: give 64 hexadecimal digits")
+        """Begin an image that is not kept; return those that were dropped for it. Raises `ValueError`."""
+        if not IMAGE_NAME.fullmatch(name):
+            raise ValueError("is not the name of an image: give 64 hexadecimal digits")
         if size < 1:
             raise ValueError("has no bytes")
         needed = sum(kept.size for other, kept in self._kept.items() if other in self._users)
         if needed + size > self._max_bytes:
             raise ValueError(
-                f"{size} bytes do not fit: media in use have {needed}, and buffer.media_bytes is "
+                f"{size} bytes do not fit: images in use have {needed}, and buffer.image_bytes is "
                 f"{self._max_bytes}: submit fewer at a time, or raise that"
             )
         dropped = self._make_room(size)
@@ -110,14 +110,14 @@ class MediaMachine:
         return dropped
 
     def use(self, name: str, now: float) -> Kept:
-        """Return a medium that is kept, which is the most recently used one now."""
+        """Return an image that is kept, which is the most recently used one now."""
         self._kept.move_to_end(name)
         kept = self._kept[name]
         kept.used = now
         return kept
 
     def drop(self, name: str) -> None:
-        """Forget a medium: its room is needed, its file is lost, or has other bytes."""
+        """Forget an image: its room is needed, its file is lost, or has other bytes."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             self.bytes -= kept.size
@@ -125,7 +125,7 @@ class MediaMachine:
     # --- time ----------------------------------------------------------------------------
 
     def stalled(self, now: float) -> list[str]:
-        """Return groups that have waited for media in vain, each once."""
+        """Return groups that have waited for images in vain, each once."""
         groups = []
         for group_id in list(self._waiting):
             group = self._groups[group_id]
@@ -138,7 +138,7 @@ class MediaMachine:
         return groups
 
     def abandoned(self, now: float) -> list[str]:
-        """Return incomplete media that do not grow, and that no group refers to."""
+        """Return incomplete images that do not grow, and that no group refers to."""
         return [
             name
             for name, kept in self._kept.items()
@@ -154,7 +154,7 @@ class MediaMachine:
         self.bytes += kept.size
 
     def _make_room(self, size: int) -> list[str]:
-        """Forget unused media until there is room for `size` bytes, and return them."""
+        """Forget unused images until there is room for `size` bytes, and return them."""
         dropped = []
         for name in [name for name in self._kept if name not in self._users]:
             if self.bytes + size <= self._max_bytes:

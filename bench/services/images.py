@@ -4,7 +4,7 @@ A buffer and replay engines, whose steps take no time, run as processes; this on
 shows an image of its own, of `--patches` patches as Qwen2-VL has them, and gets n responses in chunks, which
 move between engines. *Inlined* is what would travel if every chunk had the pixels of its image. Prints JSON.
 
-    python bench/services/media.py --prompts 64 --n 8 --tokens 2048 --chunk 256 --patches 1024
+    python bench/services/images.py --prompts 64 --n 8 --tokens 2048 --chunk 256 --patches 1024
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import numpy as np
 from lib.hardware import machine
 
-from seer.client import Placed, Prompt, RolloutClient, SamplingParams, medium
+from seer.client import Placed, Prompt, RolloutClient, SamplingParams, prepared_image
 from seer.common.config import load
 from seer.local.system import LocalSystem
 
@@ -36,7 +36,7 @@ async def main() -> None:
     args = parser.parse_args()
     side = int(args.patches**0.5) // 2 * 2
     prompts = [picture(number, side) for number in range(args.prompts)]
-    size = prompts[0].media[0].medium.size
+    size = prompts[0].images[0].image.size
     settings = [
         "engine.backend=replay", "engine.replay.step_seconds=0", "engine.replay.row_seconds=0",
         "engine.kv_blocks=200000", "engine.max_num_seqs=256", "log.level=warning",
@@ -54,8 +54,8 @@ async def main() -> None:
     print(json.dumps({
         "prompts": args.prompts, "n": args.n, "instances": args.instances, "image_bytes": size,
         "chunks": counters["chunks"], "migrations": counters["migrations"], "seconds": round(seconds, 1),
-        "images_to_the_buffer": counters["media_received_bytes"] / size,
-        "images_to_engines": counters["media_sent_bytes"] / size,
+        "images_to_the_buffer": counters["image_received_bytes"] / size,
+        "images_to_engines": counters["image_sent_bytes"] / size,
         "inlined": counters["chunks"],
         "machine": machine("zmq", "msgspec"),
     }, indent=1))  # fmt: skip
@@ -64,9 +64,9 @@ async def main() -> None:
 def picture(number: int, side: int) -> Prompt:
     """Return a prompt of an image alone; `side`: patches."""
     pixels = np.full((side * side, PATCH_NUMBERS), number, np.float32)
-    image = medium("image", pixel_values=pixels, image_grid_thw=np.array([[1, side, side]]))
+    image = prepared_image("image", pixel_values=pixels, image_grid_thw=np.array([[1, side, side]]))
     length = side * side // 4
-    return Prompt(str(number), token_ids=[7] * length, media=[Placed(image, 0, length)])
+    return Prompt(str(number), token_ids=[7] * length, images=[Placed(image, 0, length)])
 
 
 if __name__ == "__main__":

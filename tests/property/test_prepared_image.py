@@ -1,4 +1,4 @@
-"""Media under hypothesis: one content, one name; and no bytes do harm."""
+"""Images under hypothesis: one content, one name; and no bytes do harm."""
 
 import struct
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from seer.common.errors import InvalidField
-from seer.common.media import MAX_DIMENSIONS, make, name_of, read
-from seer.common.types import MAX_MEDIUM_BYTES, MEDIUM_NAME
+from seer.common.prepared_image import MAX_DIMENSIONS, make, name_of, read
+from seer.common.types import IMAGE_NAME, MAX_IMAGE_BYTES
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 TENSORS = st.sampled_from((np.float32, np.int64)).flatmap(lambda dtype: arrays.arrays(dtype, SHAPES))
@@ -23,7 +23,7 @@ def equal(one, two):
 
 
 def bytes_of(header, values=b""):
-    """Return a medium's bytes with any header, right or wrong."""
+    """Return an image's bytes with any header, right or wrong."""
     text = header if isinstance(header, bytes) else msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return np.frombuffer(struct.pack("<Q", len(text)) + text + values, np.uint8)
@@ -31,11 +31,11 @@ def bytes_of(header, values=b""):
 
 @given(SOME)
 @settings(max_examples=60)
-def test_a_medium_is_read_as_it_was_made(tensors):
-    medium = make("image", tensors)
-    assert MEDIUM_NAME.fullmatch(medium.name)
-    again = read(medium.name, medium.data.copy())
-    assert (again.name, again.modality) == (medium.name, "image")
+def test_an_image_is_read_as_it_was_made(tensors):
+    image = make("image", tensors)
+    assert IMAGE_NAME.fullmatch(image.name)
+    again = read(image.name, image.data.copy())
+    assert (again.name, again.modality) == (image.name, "image")
     assert again.tensors.keys() == tensors.keys()
     assert all(equal(again.tensors[name], tensor) for name, tensor in tensors.items())
     assert all(tensor.flags.aligned and not tensor.flags.writeable for tensor in again.tensors.values())
@@ -60,21 +60,21 @@ def test_one_content_has_one_name(tensors, rng):
 @given(SOME, st.data())
 @settings(max_examples=60)
 def test_any_damaged_byte_is_noticed(tensors, data):
-    medium = make("image", tensors)
-    damaged = medium.data.copy()
-    damaged[data.draw(st.integers(0, medium.size - 1))] ^= data.draw(st.integers(1, 255))
+    image = make("image", tensors)
+    damaged = image.data.copy()
+    damaged[data.draw(st.integers(0, image.size - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(InvalidField, match="is not the name of these bytes"):
-        read(medium.name, damaged)
+        read(image.name, damaged)
     with pytest.raises(InvalidField, match="is not the name of these bytes"):
-        read(medium.name, medium.data[:-1] if medium.size > 9 else damaged)
-    try:  # under its own name it is another medium, or none
+        read(image.name, image.data[:-1] if image.size > 9 else damaged)
+    try:  # under its own name it is another image, or none
         other = read(name_of(damaged), damaged)
     except InvalidField:
         return
-    assert other.name != medium.name
+    assert other.name != image.name
 
 
-def test_values_types_shapes_and_names_make_another_medium():
+def test_values_types_shapes_and_names_make_another_image():
     values = np.zeros((3, 2), np.float32)
     variants = [
         ("image", {"a": values}),
@@ -148,6 +148,6 @@ def test_torch_tensors_are_taken_where_torch_is():
             make("image", {"a": refused})
 
 
-def test_a_medium_that_is_too_large_is_refused():
-    with pytest.raises(InvalidField, match=f"up to {MAX_MEDIUM_BYTES} bytes"):
-        make("image", {"a": np.zeros(MAX_MEDIUM_BYTES // 4, np.float32)})
+def test_an_image_that_is_too_large_is_refused():
+    with pytest.raises(InvalidField, match=f"up to {MAX_IMAGE_BYTES} bytes"):
+        make("image", {"a": np.zeros(MAX_IMAGE_BYTES // 4, np.float32)})

@@ -1,13 +1,13 @@
 """The images of an engine's chunks: asked of the buffer, checked, and kept as long as there is room.
 
-Invariants (tests/unit/test_engine_media.py):
-- a chunk gets its media once all of them are here and were checked against their names; until then it waits,
+Invariants (tests/unit/test_engine_images.py):
+- a chunk gets its images once all of them are here and were checked against their names; until then it waits,
   and nothing else waits for it;
-- a medium is asked for once, however many chunks need it, and kept for the next ones; those that no chunk
+- an image is asked for once, however many chunks need it, and kept for the next ones; those that no chunk
   here needs go when room is needed, the least recently used first;
-- media have at most `max_bytes` together. Chunks wait in line for room; when none runs whose end would make
+- images have at most `max_bytes` together. Chunks wait in line for room; when none runs whose end would make
   some, the first in line gets what it needs, so that all of them can go on;
-- a chunk fails if a part of its media was asked for in vain for `MEDIUM_STALL_SECONDS`, or the buffer cannot
+- a chunk fails if a part of its images was asked for in vain for `IMAGE_STALL_SECONDS`, or the buffer cannot
   send it, or sends something else; another attempt may work.
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
-from seer.common.media import Medium, read
-from seer.common.types import MAX_MEDIUM_BYTES
+from seer.common.prepared_image import PreparedImage, read
+from seer.common.types import MAX_IMAGE_BYTES
 
 ASK_SECONDS = 5.0
 """A question that is not answered for this long is asked again: the buffer may have lost it."""
@@ -32,9 +32,9 @@ ASK_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Kept:
-    """A medium: the first `have` bytes of `data` are here. No `data`: nothing has come yet.
+    """An image: the first `have` bytes of `data` are here. No `data`: nothing has come yet.
 
-    `asked`: when the next part was asked for first, if it was; `asks`: how often. `medium` is there once it
+    `asked`: when the next part was asked for first, if it was; `asks`: how often. `image` is there once it
     was checked.
     """
 
@@ -42,19 +42,19 @@ class _Kept:
     have: int = 0
     asked: float | None = None
     asks: int = 0
-    medium: Medium | None = None
+    image: PreparedImage | None = None
 
     @property
     def complete(self) -> bool:
         return self.data is not None and self.have == len(self.data)
 
 
-class EngineMedia:
+class EngineImages:
     """See the module's docstring. Chunks have names of the caller's.
 
     Of each chunk that is held `ready(chunk)` or `failed(chunk, error)` is called once, unless it is released
     before; `ask()` is called when `question` may have one. Raises `ConfigError` for a `max_bytes` that has no
-    room for one medium.
+    room for one image.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class EngineMedia:
         failed: Callable[[str, SeerError], None],
         ask: Callable[[], None],
     ) -> None:
-        if max_bytes < MAX_MEDIUM_BYTES:
-            fix = f"must have room for one medium, {MAX_MEDIUM_BYTES} bytes"
-            raise ConfigError(f"engine.media_bytes = {max_bytes}: {fix}")
+        if max_bytes < MAX_IMAGE_BYTES:
+            fix = f"must have room for one image, {MAX_IMAGE_BYTES} bytes"
+            raise ConfigError(f"engine.image_bytes = {max_bytes}: {fix}")
         self._max_bytes = max_bytes
         self._clock = clock
         self._ready, self._failed, self._ask = ready, failed, ask
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the least recently used first
         self._bytes = 0
-        self._chunks: dict[str, Sequence[str]] = {}  # names of their media
+        self._chunks: dict[str, Sequence[str]] = {}  # names of their images
         self._line: dict[str, None] = {}  # those of them that wait
-        self._users: Counter[str] = Counter()  # chunks by medium
-        self._complete: asyncio.Queue[str] = asyncio.Queue()  # to be checked; at most one entry a medium
+        self._users: Counter[str] = Counter()  # chunks by image
+        self._complete: asyncio.Queue[str] = asyncio.Queue()  # to be checked; at most one entry an image
 
     # --- chunks --------------------------------------------------------------------------
 
     def hold(self, chunk: str, names: Sequence[str]) -> None:
-        """Keep these media for a chunk until it is released, and call `ready` once all are here."""
+        """Keep these images for a chunk until it is released, and call `ready` once all are here."""
         names = self._chunks[chunk] = tuple(dict.fromkeys(names))
         self._line[chunk] = None
         self._users.update(names)
@@ -101,36 +101,36 @@ class EngineMedia:
             self._make_room()
             self._ask()
 
-    def get(self, name: str) -> Medium:
-        """Return a medium of a chunk that is ready."""
-        medium = self._kept[name].medium
-        if medium is None:
+    def get(self, name: str) -> PreparedImage:
+        """Return an image of a chunk that is ready."""
+        image = self._kept[name].image
+        if image is None:
             raise KeyError(name)
-        return medium
+        return image
 
     def _check_ready(self) -> None:
         for chunk in list(self._line):
-            if all(self._kept[name].medium is not None for name in self._chunks[chunk]):
+            if all(self._kept[name].image is not None for name in self._chunks[chunk]):
                 del self._line[chunk]
                 self._ready(chunk)
 
-    def _fail(self, medium: str, why: str) -> None:
-        """Drop a medium, and fail the chunks that wait for it."""
-        self._drop(medium)
-        for chunk in [chunk for chunk in self._line if medium in self._chunks[chunk]]:
+    def _fail(self, image: str, why: str) -> None:
+        """Drop an image, and fail the chunks that wait for it."""
+        self._drop(image)
+        for chunk in [chunk for chunk in self._line if image in self._chunks[chunk]]:
             self.release(chunk)
-            self._failed(chunk, EngineError(f"media: {medium}: {why}"))
+            self._failed(chunk, EngineError(f"images: {image}: {why}"))
 
     # --- the buffer ----------------------------------------------------------------------
 
-    def question(self) -> wire.ReadMedium | None:
+    def question(self) -> wire.ReadImage | None:
         """Return the next part to ask the buffer for; None: none is needed, or enough are on their way."""
         now, asked = self._clock.now(), [each for each in self._kept.items() if each[1].asked is not None]
         for name, kept in asked:
             if now - (kept.asked or 0.0) > kept.asks * ASK_SECONDS:
                 kept.asks += 1
-                return wire.ReadMedium(name=name, offset=kept.have)
-        if len(asked) >= wire.MEDIA_AT_ONCE:
+                return wire.ReadImage(name=name, offset=kept.have)
+        if len(asked) >= wire.IMAGES_AT_ONCE:
             return None
         alone = len(self._chunks) == len(self._line)  # no chunk runs whose end would make room
         for place, chunk in enumerate(self._line):
@@ -140,22 +140,22 @@ class EngineMedia:
                     if (place or not alone) and kept.data is None and not self._has_room():
                         return None
                     kept.asked, kept.asks = now, 1
-                    return wire.ReadMedium(name=name, offset=kept.have)
+                    return wire.ReadImage(name=name, offset=kept.have)
         return None
 
-    def arrived(self, message: wire.MediumData | wire.MediumState) -> None:
+    def arrived(self, message: wire.ImageData | wire.ImageState) -> None:
         """Take an answer of the buffer; one that was not asked for, or comes twice, changes nothing."""
         kept = self._kept.get(message.name)
         if kept is None or kept.asked is None:
             return
-        if isinstance(message, wire.MediumState):
+        if isinstance(message, wire.ImageState):
             self._fail(message.name, message.problem or "the buffer has it no longer")
         elif message.offset == kept.have:
             kept.asked = None
             self._add(message, kept)
         self._ask()
 
-    def _add(self, message: wire.MediumData, kept: _Kept) -> None:
+    def _add(self, message: wire.ImageData, kept: _Kept) -> None:
         name, length = message.name, len(message.data)
         if kept.data is None:
             kept.data = np.zeros(message.size, np.uint8)
@@ -170,14 +170,14 @@ class EngineMedia:
             self._complete.put_nowait(name)
 
     async def run(self) -> None:
-        """Check media that are complete, until cancelled; the event loop does not wait for it."""
+        """Check images that are complete, until cancelled; the event loop does not wait for it."""
         while True:
             name = await self._complete.get()
             kept = self._kept.get(name)
-            if kept is None or kept.data is None or kept.medium is not None or not kept.complete:
+            if kept is None or kept.data is None or kept.image is not None or not kept.complete:
                 continue  # it was dropped meanwhile
             try:
-                kept.medium = await asyncio.to_thread(read, name, kept.data)
+                kept.image = await asyncio.to_thread(read, name, kept.data)
             except InvalidField as error:
                 self._fail(name, error.fix)
                 continue
@@ -186,23 +186,23 @@ class EngineMedia:
 
     def tick(self) -> None:
         """Give up what does not come, and ask again what may be lost. Call it every second or so."""
-        overdue = self._clock.now() - wire.MEDIUM_STALL_SECONDS
+        overdue = self._clock.now() - wire.IMAGE_STALL_SECONDS
         for name, kept in list(self._kept.items()):
             if kept.asked is not None and kept.asked < overdue:
-                self._fail(name, f"the buffer sent nothing for {wire.MEDIUM_STALL_SECONDS:g} s")
+                self._fail(name, f"the buffer sent nothing for {wire.IMAGE_STALL_SECONDS:g} s")
         self._ask()
 
     # --- room ----------------------------------------------------------------------------
 
     def _has_room(self) -> bool:
-        """Return whether one more fits beside those that chunks need; any may be as large as media can be."""
-        needed = MAX_MEDIUM_BYTES
+        """Return whether one more fits beside those that chunks need; any may be as large as one can be."""
+        needed = MAX_IMAGE_BYTES
         for name in self._users:
             kept = self._kept[name]
             if kept.data is not None:
                 needed += len(kept.data)
             elif kept.asked is not None:
-                needed += MAX_MEDIUM_BYTES
+                needed += MAX_IMAGE_BYTES
         return needed <= self._max_bytes
 
     def _drop(self, name: str) -> None:
@@ -210,7 +210,7 @@ class EngineMedia:
         self._bytes -= 0 if kept.data is None else len(kept.data)
 
     def _make_room(self) -> None:
-        """Of media that no chunk needs, ask for no more, and drop empty ones and those that are too many."""
+        """Of images that no chunk needs, ask for no more, and drop empty ones and those that are too many."""
         for name in [name for name in self._kept if name not in self._users]:
             kept = self._kept[name]
             kept.asked = None

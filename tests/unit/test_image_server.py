@@ -1,4 +1,4 @@
-"""The buffer's media on a real disk: cut, damaged, sent twice, lost, found again; and a disk that fails."""
+"""The buffer's images on a real disk: cut, damaged, sent twice, lost, found again; and a disk that fails."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -10,12 +10,12 @@ from virtual_time import virtual
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError
-from seer.common.media import make
-from seer.common.types import MAX_MEDIUM_BYTES
-from seer.services.buffer.media.folder import NAME, MediaFolder
-from seer.services.buffer.media.server import MediaServer
+from seer.common.prepared_image import make
+from seer.common.types import MAX_IMAGE_BYTES
+from seer.services.buffer.images.image_folder import NAME, ImageFolder
+from seer.services.buffer.images.image_server import ImageServer
 
-PART = wire.MEDIUM_PART_BYTES
+PART = wire.IMAGE_PART_BYTES
 
 
 def image(seed, values=1000):
@@ -27,11 +27,11 @@ LARGE = image(0, PART)  # 8 MiB and a header: five parts
 
 
 class World:
-    """A media server, and who talks to it."""
+    """An image server, and who talks to it."""
 
-    def __init__(self, folder, max_bytes=MAX_MEDIUM_BYTES):
+    def __init__(self, folder, max_bytes=MAX_IMAGE_BYTES):
         self.arrived, self.stalled = [], []
-        self.media = MediaServer(
+        self.images = ImageServer(
             str(folder), max_bytes, LoopClock(), self.arrived.append, lambda *told: self.stalled.append(told)
         )
 
@@ -42,32 +42,32 @@ class World:
         async def reply(address, said):
             answer.set_result((address, said))
 
-        self.media.put(reply, b"peer", message, trainer)
+        self.images.put(reply, b"peer", message, trainer)
         address, said = await answer
         assert address == b"peer"
         return said
 
-    async def open(self, medium):
-        return await self.ask(wire.OpenMedium(name=medium.name, size=medium.size))
+    async def open(self, prepared):
+        return await self.ask(wire.OpenImage(name=prepared.name, size=prepared.size))
 
-    async def part(self, medium, offset, length=PART, size=None, data=None):
-        data = medium.data[offset : offset + length] if data is None else data
-        size = medium.size if size is None else size
-        return await self.ask(wire.MediumData(name=medium.name, size=size, offset=offset, data=data))
+    async def part(self, prepared, offset, length=PART, size=None, data=None):
+        data = prepared.data[offset : offset + length] if data is None else data
+        size = prepared.size if size is None else size
+        return await self.ask(wire.ImageData(name=prepared.name, size=size, offset=offset, data=data))
 
-    async def send(self, medium):
-        state = await self.open(medium)
-        while not state.problem and state.have < medium.size:
-            state = await self.part(medium, state.have)
+    async def send(self, prepared):
+        state = await self.open(prepared)
+        while not state.problem and state.have < prepared.size:
+            state = await self.part(prepared, state.have)
         return state
 
-    async def read(self, medium):
+    async def read(self, prepared):
         parts, offset = [], 0
-        while offset < medium.size:
-            said = await self.ask(wire.ReadMedium(name=medium.name, offset=offset), "")
-            if isinstance(said, wire.MediumState):
+        while offset < prepared.size:
+            said = await self.ask(wire.ReadImage(name=prepared.name, offset=offset), "")
+            if isinstance(said, wire.ImageState):
                 return said.problem
-            assert (said.name, said.size, said.offset) == (medium.name, medium.size, offset)
+            assert (said.name, said.size, said.offset) == (prepared.name, prepared.size, offset)
             parts.append(said.data)
             offset += len(said.data)
         return np.concatenate(parts).tobytes()
@@ -76,8 +76,8 @@ class World:
 @asynccontextmanager
 async def running(folder, **options):
     world = World(folder, **options)
-    world.media.start()
-    task = asyncio.create_task(world.media.run())
+    world.images.start()
+    task = asyncio.create_task(world.images.run())
     try:
         yield world
     finally:
@@ -90,22 +90,22 @@ def files(folder):
 
 
 @virtual
-async def test_a_medium_is_read_as_it_was_sent(tmp_path):
+async def test_an_image_is_read_as_it_was_sent(tmp_path):
     async with running(tmp_path) as world:
         small = image(1)
-        for medium in (LARGE, small):
-            assert await world.read(medium) == "is not in this buffer: submit it again"
-            state = await world.send(medium)
-            assert (state.have, state.problem) == (medium.size, "")
-            assert await world.read(medium) == medium.data.tobytes()
+        for prepared in (LARGE, small):
+            assert await world.read(prepared) == "is not in this buffer: submit it again"
+            state = await world.send(prepared)
+            assert (state.have, state.problem) == (prepared.size, "")
+            assert await world.read(prepared) == prepared.data.tobytes()
         assert world.arrived == [LARGE.name, small.name]
         size = LARGE.size + small.size
-        assert world.media.counters == {"media_received_bytes": size, "media_sent_bytes": size}
+        assert world.images.counters == {"image_received_bytes": size, "image_sent_bytes": size}
         assert files(tmp_path) == {LARGE.name, small.name}
 
 
 @virtual
-async def test_a_medium_that_is_there_is_not_sent_again(tmp_path):
+async def test_an_image_that_is_there_is_not_sent_again(tmp_path):
     async with running(tmp_path) as world:
         await world.send(LARGE)
         assert (await world.open(LARGE)).have == LARGE.size
@@ -147,24 +147,24 @@ async def test_what_is_damaged_after_it_came_is_lost_and_sent_again(tmp_path):
 @virtual
 async def test_other_bytes_under_a_name_are_refused_and_sent_anew(tmp_path):
     async with running(tmp_path) as world:
-        medium, other = image(1), image(2)
-        state = await world.part(medium, 0, data=other.data)
+        prepared, other = image(1), image(2)
+        state = await world.part(prepared, 0, data=other.data)
         assert "is not the name of these bytes" in state.problem
-        assert await world.read(medium) == "is not in this buffer: submit it again"
+        assert await world.read(prepared) == "is not in this buffer: submit it again"
         assert not world.arrived
         assert not files(tmp_path)
-        assert (await world.send(medium)).have == medium.size
+        assert (await world.send(prepared)).have == prepared.size
 
 
 @virtual
 async def test_another_size_or_no_name_is_refused(tmp_path):
     async with running(tmp_path) as world:
-        medium = image(1)
-        await world.open(medium)
-        said = await world.ask(wire.OpenMedium(name=medium.name, size=medium.size + 1))
-        assert said.problem == f"has {medium.size} bytes, not {medium.size + 1}"
-        for name, size in (("../" + medium.name[3:], 9), ("", 9), (image(2).name, 0)):
-            assert (await world.ask(wire.OpenMedium(name=name, size=size))).problem
+        prepared = image(1)
+        await world.open(prepared)
+        said = await world.ask(wire.OpenImage(name=prepared.name, size=prepared.size + 1))
+        assert said.problem == f"has {prepared.size} bytes, not {prepared.size + 1}"
+        for name, size in (("../" + prepared.name[3:], 9), ("", 9), (image(2).name, 0)):
+            assert (await world.ask(wire.OpenImage(name=name, size=size))).problem
         assert files(tmp_path) == set()
         assert [each.name for each in tmp_path.iterdir()] == [NAME]
 
@@ -175,12 +175,12 @@ async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path
         large = [image(seed, 6 * PART) for seed in range(3)]  # of 48 MiB each: there is room for one
         small = image(5)
         await world.send(small)
-        world.media.machine.refer("g", "t", [large[0].name], 0.0)
+        world.images.machine.refer("g", "t", [large[0].name], 0.0)
         await world.send(large[0])
-        assert "buffer.media_bytes" in (await world.open(large[1])).problem
+        assert "buffer.image_bytes" in (await world.open(large[1])).problem
         assert await world.read(small) == small.data.tobytes(), "nothing goes in vain"
-        world.media.machine.release("g")
-        world.media.machine.refer("h", "t", [small.name], 0.0)
+        world.images.machine.release("g")
+        world.images.machine.refer("h", "t", [small.name], 0.0)
         assert (await world.open(large[1])).problem == ""
         assert files(tmp_path) == {small.name}
         assert await world.read(large[0]) == "is not in this buffer: submit it again"
@@ -190,16 +190,16 @@ async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path
 @virtual
 async def test_the_next_life_has_them_once_they_were_checked(tmp_path):
     async with running(tmp_path) as world:
-        for medium in (LARGE, image(1), image(2)):
-            await world.send(medium)
+        for prepared in (LARGE, image(1), image(2)):
+            await world.send(prepared)
         await world.part(image(3), 0, length=100)
     damaged = tmp_path / NAME / image(1).name
     damaged.write_bytes(bytes(image(1).size))
     (tmp_path / NAME / image(2).name).write_bytes(b"short")
     async with running(tmp_path) as world:
         assert await world.read(LARGE) == "is not in this buffer: submit it again"
-        assert files(tmp_path) == {medium.name for medium in (LARGE, image(1), image(2))}
-        assert world.media.machine.missing([LARGE.name]) == [LARGE.name]
+        assert files(tmp_path) == {prepared.name for prepared in (LARGE, image(1), image(2))}
+        assert world.images.machine.missing([LARGE.name]) == [LARGE.name]
         assert (await world.open(LARGE)).have == LARGE.size
         assert world.arrived == [LARGE.name]
         assert await world.read(LARGE) == LARGE.data.tobytes()
@@ -213,14 +213,14 @@ async def test_the_next_life_has_them_once_they_were_checked(tmp_path):
 async def test_a_temporary_folder_is_gone_with_its_buffer():
     async with running("") as world:
         await world.send(image(1))
-        root = world.media._folder.root
+        root = world.images._folder.root
         assert (root / image(1).name).exists()
     assert not root.exists()
 
 
 @pytest.mark.parametrize("call", ["append", "check", "read", "remove"])
 @virtual
-async def test_an_error_of_the_disk_costs_that_one_medium(tmp_path, monkeypatch, call):
+async def test_an_error_of_the_disk_costs_that_one_image(tmp_path, monkeypatch, call):
     async with running(tmp_path) as world:
         await world.send(image(2))
         if call in ("read", "remove"):
@@ -230,7 +230,7 @@ async def test_an_error_of_the_disk_costs_that_one_medium(tmp_path, monkeypatch,
             def fail(*_):
                 raise OSError("the disk is full")
 
-            patched.setattr(MediaFolder, call, fail)
+            patched.setattr(ImageFolder, call, fail)
             if call == "read":
                 assert await world.read(image(1)) == "cannot be read: the disk is full"
             elif call == "remove":
@@ -245,16 +245,16 @@ async def test_an_error_of_the_disk_costs_that_one_medium(tmp_path, monkeypatch,
 @virtual
 async def test_deadlines(tmp_path):
     async with running(tmp_path) as world:
-        world.media.machine.refer("g", "t", [LARGE.name], LoopClock().now())
+        world.images.machine.refer("g", "t", [LARGE.name], LoopClock().now())
         await world.part(LARGE, 0)
         await world.part(image(1), 0, length=100)
-        await asyncio.sleep(wire.MEDIUM_STALL_SECONDS - 1)
+        await asyncio.sleep(wire.IMAGE_STALL_SECONDS - 1)
         await world.part(LARGE, 0)  # nothing new comes with it
         await world.open(LARGE)
-        world.media.tick()
+        world.images.tick()
         assert not world.stalled
         await asyncio.sleep(2)
-        world.media.tick()
+        world.images.tick()
         ((groups, why),) = world.stalled
         assert groups == ["g"]
         assert "30 s" in why
@@ -266,21 +266,21 @@ async def test_deadlines(tmp_path):
 async def test_too_many_messages_are_dropped(tmp_path):
     world = World(tmp_path)
     for _ in range(10_000):
-        world.media.put(None, b"", wire.MediumData(name="", size=1, offset=0, data=LARGE.data[:1]))
-    assert world.media._turns.queue.qsize() == 4 * wire.MEDIA_AT_ONCE
+        world.images.put(None, b"", wire.ImageData(name="", size=1, offset=0, data=LARGE.data[:1]))
+    assert world.images._turns.queue.qsize() == 4 * wire.IMAGES_AT_ONCE
     for _ in range(10_000):
-        world.media.put(None, b"", wire.ReadMedium(name="", offset=0))
-    assert world.media._turns.queue.full()
-    world.media.tick()
+        world.images.put(None, b"", wire.ReadImage(name="", offset=0))
+    assert world.images._turns.queue.full()
+    world.images.tick()
 
 
-def test_room_for_less_than_one_medium_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"buffer\.media_bytes = 5: must have room for one medium"):
+def test_room_for_less_than_one_image_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"buffer\.image_bytes = 5: must have room for one image"):
         World(tmp_path, max_bytes=5)
 
 
 def test_a_folder_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / NAME).mkdir()
     (tmp_path / NAME / "mine").touch()
-    with pytest.raises(ConfigError, match=r"buffer\.media = "):
-        World(tmp_path).media.start()
+    with pytest.raises(ConfigError, match=r"buffer\.images = "):
+        World(tmp_path).images.start()

@@ -1,14 +1,14 @@
-"""Media: what a prompt shows beside its tokens, one image each, as tensors, named by their content.
+"""What a prompt shows beside its tokens: images, each as tensors, named by their content.
 
-A medium's bytes are a header (its modality, and the name, type and shape of each tensor) and the tensors'
+An image's bytes are a header (its modality, and the name, type and shape of each tensor) and the tensors'
 values. Only the name tells two images apart: in encoder caches, in prefix caches, and in the KV pool.
 
-Invariants (tests/property/test_media.py):
+Invariants (tests/property/test_prepared_image.py):
 - the name is the BLAKE2b-256 of these bytes: nobody can choose one, and other values, types, shapes or names
-  of tensors make another medium;
+  of tensors make another image;
 - equal content has equal bytes, in whatever order tensors are given and however they lie in memory; bytes in
   any other form are refused, as are bytes that do not match their name;
-- whatever bytes arrive, `read` returns a medium or raises `InvalidField`.
+- whatever bytes arrive, `read` returns an image or raises `InvalidField`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common.errors import NOT_DECODED, InvalidField
-from seer.common.types import MAX_MEDIUM_BYTES
+from seer.common.types import MAX_IMAGE_BYTES
 from seer.common.wire.base import Bytes
 
 MAX_TENSORS = 16
-"""Bound on the tensors of a medium; those of an image are two."""
+"""Bound on the tensors of an image; the models that can be run take two."""
 
 MAX_DIMENSIONS = 8
 """Bound on the dimensions of a tensor."""
@@ -57,8 +57,8 @@ _header = msgspec.json.Decoder(_Header)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Medium:
-    """One medium. `tensors` are views of `data`, its bytes: uint8 [size]; neither can be written."""
+class PreparedImage:
+    """One image. `tensors` are views of `data`, its bytes: uint8 [size]; neither can be written."""
 
     name: str
     modality: str
@@ -72,14 +72,14 @@ class Medium:
 
 
 def name_of(data: Bytes) -> str:
-    """Return the name of a medium of these bytes."""
+    """Return the name of an image of these bytes."""
     return hashlib.blake2b(data.data, digest_size=32).hexdigest()
 
 
-def make(modality: str, tensors: Mapping[str, Any]) -> Medium:
-    """Return the medium of these tensors, which are copied: numpy arrays, or torch tensors on a CPU.
+def make(modality: str, tensors: Mapping[str, Any]) -> PreparedImage:
+    """Return the image of these tensors, which are copied: numpy arrays, or torch tensors on a CPU.
 
-    Raises `InvalidField` naming the tensor that is neither float32 nor int64, or the medium that is too
+    Raises `InvalidField` naming the tensor that is neither float32 nor int64, or the image that is too
     large.
     """
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
@@ -90,23 +90,23 @@ def make(modality: str, tensors: Mapping[str, Any]) -> Medium:
     return read(name_of(data), data)
 
 
-def read(name: str, data: Bytes) -> Medium:
-    """Return the medium that these bytes are, checked against its name. Raises `InvalidField`."""
-    if not 8 < len(data) <= MAX_MEDIUM_BYTES:
-        raise InvalidField("medium", f"{len(data)} bytes", f"give up to {MAX_MEDIUM_BYTES} bytes")
+def read(name: str, data: Bytes) -> PreparedImage:
+    """Return the image that these bytes are, checked against its name. Raises `InvalidField`."""
+    if not 8 < len(data) <= MAX_IMAGE_BYTES:
+        raise InvalidField("image", f"{len(data)} bytes", f"give up to {MAX_IMAGE_BYTES} bytes")
     if name_of(data) != name:
-        raise InvalidField("medium", name, "is not the name of these bytes: send them again")
+        raise InvalidField("image", name, "is not the name of these bytes: send them again")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     try:
         header = _header.decode(data[8 : 8 + length].tobytes() if length < len(data) else b"")
     except NOT_DECODED as error:
-        raise InvalidField("medium", name, f"has no header: {error}") from error
+        raise InvalidField("image", name, f"has no header: {error}") from error
     _check(name, header)
     if data[: 8 + length].tobytes() != _head(header):
-        raise InvalidField("medium", name, "has a header in another form: make media by `client.medium`")
+        raise InvalidField("image", name, "has a header in another form: use `client.prepared_image`")
     data = data.view()
     data.flags.writeable = False
-    return Medium(name, header.modality, _views(name, header, data, 8 + length), data)
+    return PreparedImage(name, header.modality, _views(name, header, data, 8 + length), data)
 
 
 def _array(name: str, tensor: object) -> npt.NDArray[Any]:
@@ -131,19 +131,19 @@ def _head(header: _Header) -> bytes:
 
 
 def _check(name: str, header: _Header) -> None:
-    """Raise `InvalidField` for a header that no medium has, whatever its bytes."""
+    """Raise `InvalidField` for a header that no image has, whatever its bytes."""
     known = {
         each.name
         for each in header.tensors
         if each.dtype in _TYPES
         and len(each.shape) <= MAX_DIMENSIONS
-        and all(0 <= length <= MAX_MEDIUM_BYTES for length in each.shape)
+        and all(0 <= length <= MAX_IMAGE_BYTES for length in each.shape)
     }
     if len(known) != len(header.tensors) or not 1 <= len(known) <= MAX_TENSORS:
         fix = f"describe 1 to {MAX_TENSORS} tensors of float32 or int64, each once"
-        raise InvalidField("medium", name, fix)
+        raise InvalidField("image", name, fix)
     if header.tensors != sorted(header.tensors, key=_rank):
-        raise InvalidField("medium", name, "has its tensors in another order")
+        raise InvalidField("image", name, "has its tensors in another order")
 
 
 def _views(name: str, header: _Header, data: Bytes, start: int) -> dict[str, Tensor]:
@@ -157,5 +157,5 @@ def _views(name: str, header: _Header, data: Bytes, start: int) -> dict[str, Ten
         tensors[each.name] = data[start:end].view(dtype).reshape(each.shape)
         start = end
     if len(tensors) < len(header.tensors) or start != len(data):
-        raise InvalidField("medium", name, "has another number of bytes than its tensors")
+        raise InvalidField("image", name, "has another number of bytes than its tensors")
     return tensors

@@ -1,11 +1,11 @@
 """Images in prompts: what a trainer gives, checked before anything is sent, and how they come to the buffer.
 
-Invariants (tests/unit/test_client_media.py):
+Invariants (tests/unit/test_image_uploads.py):
 - an image is sent once, however many prompts and rollouts show it at a time, and not at all if the buffer has
   it; after a loss it goes on from where the buffer says. The buffer is asked after each submission: what it
   had before, it may have dropped;
 - an image that the buffer does not take fails the prompts that show it, by name, and nothing else;
-- at most `MEDIA_AT_ONCE` are on their way, a part of each.
+- at most `IMAGES_AT_ONCE` are on their way, a part of each.
 """
 
 from __future__ import annotations
@@ -20,93 +20,93 @@ import numpy as np
 from seer.common import types
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
-from seer.common.media import Medium, make
+from seer.common.prepared_image import PreparedImage, make
 from seer.common.types import check_placed
-from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium, Tokens
+from seer.common.wire import IMAGE_PART_BYTES, IMAGES_AT_ONCE, ImageData, ImageState, OpenImage, Tokens
 
 ASK_SECONDS = 5.0
 """Silence after which the buffer is asked again how much of an image it has."""
 
-Send = Callable[[OpenMedium | MediumData], Awaitable[None]]
+Send = Callable[[OpenImage | ImageData], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A medium in a prompt: it stands for `length` tokens, the model's placeholder, from `offset` on."""
+    """An image in a prompt: it stands for `length` tokens, the model's placeholder, from `offset` on."""
 
-    medium: Medium
+    image: PreparedImage
     offset: int
     length: int
 
     @property
     def on_wire(self) -> types.Placed:
         """Its name and place, as messages have them."""
-        return types.Placed(self.medium.name, self.offset, self.length)
+        return types.Placed(self.image.name, self.offset, self.length)
 
 
-def medium(modality: str, **tensors: Any) -> Medium:  # noqa: ANN401 - numpy arrays or torch tensors
-    """Return an image, to be placed in any number of prompts: `medium("image", pixel_values=..., ...)`.
+def prepared_image(modality: str, **tensors: Any) -> PreparedImage:  # noqa: ANN401 - numpy arrays or torch tensors
+    """Return an image, to be placed in any prompts: `prepared_image("image", pixel_values=..., ...)`.
 
     Of one image, what the model's Hugging Face processor returns: `pixel_values`, float32 [patches, numbers
     per patch], and `image_grid_thw`, int64 [1, 3]. They are copied. Raises `InvalidField` for all else.
     """
     if modality != "image":
-        raise InvalidField("modality", modality, "give images: no other media can be run")
+        raise InvalidField("modality", modality, "give images: nothing else can be run")
     if set(tensors) != set(TENSORS):
         fix = f"give {' and '.join(TENSORS)} of one image; neither URLs nor embeddings can be run"
-        raise InvalidField("medium", sorted(tensors), fix)
+        raise InvalidField("image", sorted(tensors), fix)
     return make(modality, tensors)
 
 
-def check_media(media: Sequence[Placed], tokens: int, field: str = "media") -> tuple[Placed, ...]:
-    """Return media that may stand in a prompt of so many tokens. Raises `InvalidField`."""
-    for place, each in enumerate(media):
-        if not isinstance(each, Placed) or not isinstance(each.medium, Medium):
-            fix = "give Placed(medium(...), offset, length); seer.client.images.prepare makes them"
+def check_images(images: Sequence[Placed], tokens: int, field: str = "images") -> tuple[Placed, ...]:
+    """Return images that may stand in a prompt of so many tokens. Raises `InvalidField`."""
+    for place, each in enumerate(images):
+        if not isinstance(each, Placed) or not isinstance(each.image, PreparedImage):
+            fix = "give Placed(prepared_image(...), offset, length); seer.client.images.prepare makes them"
             raise InvalidField(f"{field}[{place}]", type(each).__name__, fix)
-    check_placed([each.on_wire for each in media], tokens, field)
-    return tuple(media)
+    check_placed([each.on_wire for each in images], tokens, field)
+    return tuple(images)
 
 
-def placeholders(tokens: Tokens, media: Iterable[Placed]) -> frozenset[int]:
-    """Return the token ids that media in these tokens stand in place of."""
-    return frozenset(int(tokens[each.offset]) for each in media)
+def placeholders(tokens: Tokens, images: Iterable[Placed]) -> frozenset[int]:
+    """Return the token ids that images in these tokens stand in place of."""
+    return frozenset(int(tokens[each.offset]) for each in images)
 
 
-def check_shown(tokens: Tokens, media: Iterable[Placed], known: frozenset[int]) -> None:
-    """Raise `InvalidField` for placeholders, known ones, that no medium in these tokens stands for.
+def check_shown(tokens: Tokens, images: Iterable[Placed], known: frozenset[int]) -> None:
+    """Raise `InvalidField` for placeholders, known ones, that no image in these tokens stands for.
 
     Engines would read them as text there: what is not in a prompt, the model may have sampled.
     """
     bare = np.isin(tokens, list(known))
-    for each in media:
+    for each in images:
         bare[each.offset : each.offset + each.length] = False
     if left := int(bare.sum()):
-        fix = "no media stand for them: give all images that the tokens have places for"
+        fix = "no images stand for them: give all images that the tokens have places for"
         raise InvalidField("tokens", f"{left} placeholders of images", fix)
 
 
-class MediaUploads:
+class ImageUploads:
     """Sends images to the buffer. `lost(name, why)` is called for one that the buffer does not take."""
 
     def __init__(self, lost: Callable[[str, str], Awaitable[None]]) -> None:
         self._lost = lost
         # Bounded by the images of prompts that are under way.
-        self._queue: asyncio.Queue[Medium] = asyncio.Queue()
+        self._queue: asyncio.Queue[PreparedImage] = asyncio.Queue()
         self._pending: set[str] = set()  # queued, or on their way
         self._again: set[str] = set()  # those of them that prompts show which were submitted since
-        self._answers: dict[str, asyncio.Future[MediumState]] = {}
+        self._answers: dict[str, asyncio.Future[ImageState]] = {}
 
-    def add(self, media: Iterable[Placed]) -> None:
+    def add(self, images: Iterable[Placed]) -> None:
         """Send what the buffer lacks of these: it knows by now which prompts show them."""
-        for name, one in {each.medium.name: each.medium for each in media}.items():
+        for name, one in {each.image.name: each.image for each in images}.items():
             if name not in self._pending:
                 self._pending.add(name)
                 self._queue.put_nowait(one)
             else:  # what the buffer says of it may be older than these prompts, and no longer hold
                 self._again.add(name)
 
-    def answer(self, state: MediumState) -> None:
+    def answer(self, state: ImageState) -> None:
         """Take the buffer's answer; one that nobody waits for changes nothing."""
         waiter = self._answers.get(state.name)
         if waiter is not None and not waiter.done():
@@ -115,7 +115,7 @@ class MediaUploads:
     async def run(self, send: Send) -> None:
         """Send until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(MEDIA_AT_ONCE):
+            for _ in range(IMAGES_AT_ONCE):
                 tasks.create_task(self._work(send))
 
     async def _work(self, send: Send) -> None:
@@ -130,13 +130,13 @@ class MediaUploads:
             if problem:
                 await self._lost(one.name, problem)
 
-    async def _upload(self, one: Medium, send: Send) -> str:
+    async def _upload(self, one: PreparedImage, send: Send) -> str:
         """Send one image; return why the buffer does not take it."""
-        begin = OpenMedium(name=one.name, size=one.size)
-        message: OpenMedium | MediumData = begin
+        begin = OpenImage(name=one.name, size=one.size)
+        message: OpenImage | ImageData = begin
         try:
             while True:
-                waiter: asyncio.Future[MediumState] = asyncio.get_running_loop().create_future()
+                waiter: asyncio.Future[ImageState] = asyncio.get_running_loop().create_future()
                 self._answers[one.name] = waiter
                 try:
                     async with asyncio.timeout(ASK_SECONDS):
@@ -147,7 +147,7 @@ class MediaUploads:
                     continue
                 if state.problem or state.have >= one.size:
                     return state.problem
-                part = one.data[state.have : state.have + MEDIUM_PART_BYTES]
-                message = MediumData(name=one.name, size=one.size, offset=state.have, data=part)
+                part = one.data[state.have : state.have + IMAGE_PART_BYTES]
+                message = ImageData(name=one.name, size=one.size, offset=state.have, data=part)
         finally:
             del self._answers[one.name]

@@ -1,1 +1,0 @@
-"""Media on the buffer: which are kept, their files, and how they come and go."""
