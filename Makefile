@@ -22,13 +22,13 @@ $(STAMP): $(LOCKS) requirements/torch-cpu.lock requirements/install_torchvision.
 demo: setup
 	$(BIN)/python examples/countdown/demo.py
 
-demo-images: setup  # the same with prompts that have pictures
+demo-images: setup  # the same with prompts that have images
 	$(BIN)/python examples/countdown_images/demo_images.py
 
 grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --seed $(SEED)
 
-grpo-images: setup  # an RL run on prompts with pictures, e.g. make grpo-images SEED=1
+grpo-images: setup  # an RL run on prompts with images, e.g. make grpo-images SEED=1
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --problems problems_images --seed $(SEED) --out runs/grpo-images/seed-$(SEED)
 
 agents: setup  # an RL run with a tool, e.g. make agents SEED=1

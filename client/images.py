@@ -1,7 +1,7 @@
 """Prompts with images, made by a model's own Hugging Face processor.
 
 Invariants (tests/unit/test_client_images.py):
-- engines get the very tensors that the trainer gets, never a second processing of the same pictures;
+- engines get the very tensors that the trainer gets, never a second processing of the same images;
 - every placeholder in the tokens belongs to one image, in the order in which they were given; else the prompt
   is refused.
 """
@@ -36,7 +36,7 @@ class Processed(NamedTuple):
 def prepare(processor: Processor, text: str, images: Sequence[Any]) -> Processed:
     """Process a prompt once, for its engines and its trainer: text with a placeholder for each image.
 
-    `text` is what the chat template makes of a conversation; `images` are PIL pictures. Call it once per
+    `text` is what the chat template makes of a conversation; `images` are PIL's. Call it once per
     prompt, not per response. Raises `InvalidField` for what the processor makes of another kind of model.
     """
     inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""A tiny vision-language model with a chat template, and pictures as chats have them."""
+"""A tiny vision-language model with a chat template, and images as chats have them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def processor(family: str = "qwen2-vl") -> Any:
     return found
 
 
-def data_uri(picture: Any, kind: str = "PNG", **options: Any) -> str:
+def data_uri(image: Any, kind: str = "PNG", **options: Any) -> str:
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def part(picture: Any) -> dict[str, Any]:
-    """A part of a chat over HTTP: a picture, or the URL of one."""
-    url = picture if isinstance(picture, str) else data_uri(picture)
+def part(image: Any) -> dict[str, Any]:
+    """A part of a chat over HTTP: an image, or the URL of one."""
+    url = image if isinstance(image, str) else data_uri(image)
     return {"type": "image_url", "image_url": {"url": url}}
 
 

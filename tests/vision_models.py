@@ -104,10 +104,10 @@ def processor_of(family: str) -> Any:
     kinds = {"qwen2-vl": Qwen2VLProcessor, "qwen2.5-vl": Qwen2_5_VLProcessor, "qwen3-vl": Qwen3VLProcessor}
     side = 2 * PATCH
     size = {"shortest_edge": side**2, "longest_edge": 16 * side**2}
-    pictures = {"patch_size": PATCH, "merge_size": 2, "size": size}
+    images = {"patch_size": PATCH, "merge_size": 2, "size": size}
     video = Qwen3VLVideoProcessor if family == "qwen3-vl" else Qwen2VLVideoProcessor
     return kinds[family](
-        image_processor=Qwen2VLImageProcessor(**pictures),
+        image_processor=Qwen2VLImageProcessor(**images),
         tokenizer=_tokenizer(),
         video_processor=video(patch_size=PATCH, merge_size=2),
         chat_template="{{ messages }}",
@@ -131,17 +131,17 @@ def _tokenizer() -> Any:
     )  # fmt: skip
 
 
-def picture(seed: int, height: int = 16, width: int = 24) -> Any:
-    """Return a PIL picture of noise."""
+def pil_image(seed: int, height: int = 16, width: int = 24) -> Any:
+    """Return a PIL image of noise."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
 
 
-def prompt(processor: Any, words: str, *pictures: Any) -> Processed:
-    """Return a prompt in which each `#` is a picture."""
-    return prepare(processor, _text(words), pictures)
+def prompt(processor: Any, words: str, *images: Any) -> Processed:
+    """Return a prompt in which each `#` is an image."""
+    return prepare(processor, _text(words), images)
 
 
 def _text(words: str) -> str:
@@ -156,18 +156,18 @@ LINES = (
     ("p # q # r # s # t u v w", (4, 32, 32), (1, 16, 24), (5, 32, 32), (7, 32, 32)),
     ("x y z # # # # w", (6, 32, 32), (8, 32, 32), (9, 32, 32), (4, 32, 32)),
 )
-"""Prompts: one picture, several, none, one that others show, too, and pictures that fill whole KV blocks."""
+"""Prompts: one image, several, none, one that others show, too, and images that fill whole KV blocks."""
 
 
 def write_lines(folder: Path, count: int = len(LINES)) -> Path:
-    """Write the file of the first so many prompts and their pictures, as the command line takes them."""
+    """Write the file of the first so many prompts and their images, as the command line takes them."""
     lines = []
-    for number, (words, *pictures) in enumerate(LINES[:count]):
+    for number, (words, *images) in enumerate(LINES[:count]):
         line = {"id": str(number), "prompt": _text(words)}
-        for seed, height, width in pictures:
-            picture(seed, height, width).save(folder / f"{seed}.png")
-        if pictures:
-            line["images"] = [f"{seed}.png" for seed, *_ in pictures]
+        for seed, height, width in images:
+            pil_image(seed, height, width).save(folder / f"{seed}.png")
+        if images:
+            line["images"] = [f"{seed}.png" for seed, *_ in images]
         lines.append(json.dumps(line) + "\n")
     path = folder / "prompts.jsonl"
     path.write_text("".join(lines))

@@ -1,7 +1,7 @@
 """Whether images keep the promise on this machine: `seer verify` of tiny vision models; prints JSON.
 
 Each family's model is made anew from its class in transformers (`tests/vision_models.py`). Its prompts show
-pictures of noise: one, several, the same in two prompts, none. docs/images.md has what was found.
+images of noise: one, several, the same in two prompts, none. docs/images.md has what was found.
 
     python bench/correctness/images.py --families qwen2.5-vl --matrix drafts,pool-migrate
     python bench/correctness/images.py --turns

@@ -1,6 +1,6 @@
 """What images cost an engine: runs of the vision encoder per image, seconds until it is ready; prints JSON.
 
-A tiny model with random weights (`tests/vision_models.py`). Each prompt shows a picture of its own and gets n
+A tiny model with random weights (`tests/vision_models.py`). Each prompt shows an image of its own and gets n
 responses: in one go, side by side; in chunks; and in chunks between which all caches are emptied, as if each
 ran on another engine that has nothing. Start-ups are processes of their own, in turns with the model of text
 that has the same layers. *Seconds* are of the whole process, imports and compilation included.
@@ -67,7 +67,7 @@ def roll(engine: VllmBackend, args: argparse.Namespace, size: int, *, emptied: b
     processor = vision_models.processor_of(args.family)
     shown = []
     for number in range(args.prompts):
-        tokens, images, _ = vision_models.prompt(processor, "a b # c", vision_models.picture(number))
+        tokens, images, _ = vision_models.prompt(processor, "a b # c", vision_models.pil_image(number))
         shown.append((tokens, tuple(PlacedImage(each.on_wire, each.image) for each in images)))
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     outputs: dict[str, list[int]] = {

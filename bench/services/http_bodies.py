@@ -1,4 +1,4 @@
-"""Times what HTTP clients may send at its worst: pictures of every format, bodies of many values.
+"""Times what HTTP clients may send at its worst: images of every format, bodies of many values.
 
 `python bench/services/http_bodies.py` prints, for each, its bytes and its seconds: `loop`, in the gateway's
 own process, where no other request goes on meanwhile, or `apart`, in a process that can be ended; or that it
@@ -24,17 +24,17 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lib.hardware import machine
 
-from seer.client.picture_files import decoded, opened
+from seer.client.image_files import decoded, opened
 from seer.common.errors import SeerError
 from seer.gateway.request_bodies import ChatBody, CompletionBody, read_body
 
 MI = 2**20
 
 
-def saved(picture: Image.Image, kind: str, **options: object) -> bytes:
-    """Return the file of a picture."""
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    """Return the file of an image."""
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -49,7 +49,7 @@ def png(width: int, height: int, color: int, numbers: int, interlaced: int) -> b
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND")
 
 
-def pictures() -> dict[str, bytes]:
+def images() -> dict[str, bytes]:
     """Return files by name; the first is an ordinary one: a screen."""
     side = 5792
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8))
@@ -125,7 +125,7 @@ def main() -> None:
     """Print it."""
     warnings.simplefilter("ignore")
     shown: dict[str, Any] = {"machine": machine(), "apart": {}, "loop": {}}
-    for name, data in pictures().items():
+    for name, data in images().items():
         shown["apart"][name] = timed(lambda data=data: decoded(opened(data, "f"), "f"), len(data))
     for name, (kind, body) in bodies().items():
         shown["loop"][name] = timed(lambda kind=kind, body=body: read(kind, body), len(body))

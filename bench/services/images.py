@@ -35,7 +35,7 @@ async def main() -> None:
     parser.add_argument("--instances", type=int, default=2)
     args = parser.parse_args()
     side = int(args.patches**0.5) // 2 * 2
-    prompts = [picture(number, side) for number in range(args.prompts)]
+    prompts = [prompt(number, side) for number in range(args.prompts)]
     size = prompts[0].images[0].image.size
     settings = [
         "engine.backend=replay", "engine.replay.step_seconds=0", "engine.replay.row_seconds=0",
@@ -61,7 +61,7 @@ async def main() -> None:
     }, indent=1))  # fmt: skip
 
 
-def picture(number: int, side: int) -> Prompt:
+def prompt(number: int, side: int) -> Prompt:
     """Return a prompt of an image alone; `side`: patches."""
     pixels = np.full((side * side, PATCH_NUMBERS), number, np.float32)
     image = prepared_image("image", pixel_values=pixels, image_grid_thw=np.array([[1, side, side]]))

@@ -1,4 +1,4 @@
-"""`make demo-images`: as `make demo`, with numbers that stand in pictures; then what was read in some."""
+"""`make demo-images`: as `make demo`, with numbers that stand in images; then what was read in some."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from task import Problem, check
 HERE = Path(__file__).parent
 RUN = Path("runs/demo-images")
 TOLD = 6
-"""Pictures that are told of."""
+"""Images that are told of."""
 
 
 def main() -> int:
-    """Run the rollout, print its summary and some pictures in words; returns the exit code."""
+    """Run the rollout, print its summary and some images in words; returns the exit code."""
     code = rollout(HERE, RUN)
     if code == 0:
         problems, groups = results(HERE, RUN)
@@ -27,14 +27,14 @@ def main() -> int:
             for problem, group in zip(problems, groups, strict=True)
             for response in group
         )
-        print_summary("countdown in pictures", HERE, RUN, {"pictures read rightly": f"{right:.2f}"})
+        print_summary("countdown in images", HERE, RUN, {"images read rightly": f"{right:.2f}"})
         for number, pair in enumerate(zip(problems[:TOLD], groups, strict=False)):
             print(in_words(number, *pair))
     return code
 
 
 def in_words(number: int, problem: Problem, group: Group) -> str:
-    """Return what stands in a picture, what was read there, and how many answers were right."""
+    """Return what stands in an image, what was read there, and how many answers were right."""
     texts = [response["text"] for response in group]
     reads = Counter(map(reading.read, texts)).most_common(3)
     told = ", ".join(f"{read} ({count} times)" for read, count in reads)

@@ -1,11 +1,11 @@
-"""Numbers drawn in a small picture: glyphs in the cells of a grid, in chance colours, places and noise.
+"""Numbers drawn in a small image: glyphs in the cells of a grid, in chance colours, places and noise.
 
 Every number has a row of its own, its digits side by side. A cell is 8 by 8 pixels, so that a model with
 patches of 4 pixels, merged two by two, has a token for each.
 
 Invariants:
-- a picture is a function of the numbers and of the `random.Random` passed in;
-- whatever the picture, its digits stand whole inside it, and numbers never share a row.
+- an image is a function of the numbers and of the `random.Random` passed in;
+- whatever the image, its digits stand whole inside it, and numbers never share a row.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ GLYPHS: tuple[NDArray[np.bool_], ...] = tuple(
 """Of the digits 0 to 9."""
 
 MORE_ROWS = 1
-"""Rows of cells that a picture may have beyond one for each number."""
+"""Rows of cells that an image may have beyond one for each number."""
 COLUMNS = (3, 5)
 """Fewest and most columns of cells."""
 DARK, LIGHT = (0, 90), (150, 255)
-"""Colours of the ground and of the ink, per channel; in half of the pictures the other way round."""
+"""Colours of the ground and of the ink, per channel; in half of the images the other way round."""
 NOISE = 80
 """Most that is added to, or taken from, each channel of each pixel."""
 
 
 class Drawn(NamedTuple):
-    """An RGB picture; `cells`: of each cell, row by row, the number that begins there, or 0."""
+    """An RGB image; `cells`: of each cell, row by row, the number that begins there, or 0."""
 
-    picture: Image.Image
+    image: Image.Image
     cells: list[int]
 
 

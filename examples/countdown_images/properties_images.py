@@ -1,4 +1,4 @@
-"""Judge whether the trained model of pictures behaves like an RL workload: as `properties` of the neighbour.
+"""Judge whether the trained model of images behaves like an RL workload: as `properties` of the neighbour.
 
 Run as `python examples/countdown_images/properties_images.py [--example DIR]`, a folder with `model` and
 `prompts.jsonl`; prints one JSON object and exits with 1 if a required property does not hold. Responses are

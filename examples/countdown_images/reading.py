@@ -1,4 +1,4 @@
-"""Countdown with numbers that stand in a picture: the prompt, and what a response has to write.
+"""Countdown with numbers that stand in an image: the prompt, and what a response has to write.
 
 A response reads the numbers out, from the largest down, and goes on as one to a prompt of text does:
 
@@ -6,7 +6,7 @@ A response reads the numbers out, from the largest down, and goes on as one to a
     12 10 5 > 17 S3 12 10 5 : 10 - 5 = 5 S2 12 5 : 12 + 5 = 17 17 ! ans 10 - 5 = 5 , 12 + 5 = 17 <eos>
 
 Invariants:
-- the words of `task` keep their ids, so the model of text is the beginning of that of pictures;
+- the words of `task` keep their ids, so the model of text is the beginning of that of images;
 - `task.check` judges a response, as it looks at the words after `ans` alone.
 """
 
@@ -22,14 +22,14 @@ import task  # noqa: E402 - lies in the neighbouring example, which is no packag
 
 START, END, IMAGE, VIDEO = SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SEED = 20261123
-"""Of training, and of the shipped pictures."""
+"""Of training, and of the shipped images."""
 
 VOCAB = (*task.VOCAB, *SPECIAL)
 IDS = {word: i for i, word in enumerate(VOCAB)}
 
 
 def prompt(problem: task.Problem) -> str:
-    """Return the text given to the model's processor, together with the picture."""
+    """Return the text given to the model's processor, together with the image."""
     return f"{task.BOS} {START} {IMAGE} {END} > {problem.target}"
 
 
@@ -45,5 +45,5 @@ def read(response: str) -> str:
 
 
 def read_rightly(problem: task.Problem, response: str) -> bool:
-    """Whether a response begins with the numbers in the picture, all and no others."""
+    """Whether a response begins with the numbers in the image, all and no others."""
     return read(response) == " ".join(map(str, problem.numbers))

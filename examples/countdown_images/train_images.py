@@ -1,14 +1,14 @@
-"""Teach the countdown model to read numbers from pictures, and save it with its prompts.
+"""Teach the countdown model to read numbers from images, and save it with its prompts.
 
 Run as `python examples/countdown_images/train_images.py [--out DIR]`. The model is a Qwen3-VL. Its language
 part begins as the shipped model of text, a Qwen3, and computes the same of text. Then come three rounds: the
-vision encoder learns which number begins in a cell of a picture, the whole model to read numbers out, and to
+vision encoder learns which number begins in a cell of an image, the whole model to read numbers out, and to
 search.
 
 Invariants:
 - data, batch order and weights follow from `SEED` and a step count, never from the clock;
 - no held-out problem of the model of text appears in the training data;
-- pictures and prompts become tensors by the processor that is saved with the model, and in no other way.
+- images and prompts become tensors by the processor that is saved with the model, and in no other way.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ TEXT = (
 )  # fmt: skip
 """What the language part has of the model of text."""
 CELLS = (250, 64, 3e-3)
-"""Steps, pictures a step and peak learning rate of the first round."""
+"""Steps, images a step and peak learning rate of the first round."""
 SHARPNESS = 100.0
-"""Of the first round's softmax: tokens of pictures then become about as long as the embeddings of words."""
+"""Of the first round's softmax: tokens of images then become about as long as the embeddings of words."""
 READS = (800_000, 1.5e-3)
 SEARCHES = (1_600_000, 1e-3)
 """Tokens and peak learning rate of the second and third round."""
@@ -74,7 +74,7 @@ log = logging.getLogger("countdown_images")
 
 
 class Document(NamedTuple):
-    """A problem, its picture, and the words of a response."""
+    """A problem, its image, and the words of a response."""
 
     problem: Problem
     drawn: Drawn
@@ -131,7 +131,7 @@ def tensors(processor: Qwen3VLProcessor, batch: list[Document]) -> tuple[BatchFe
     """Return what the model takes, and the loss weight of each token, both padded on the right."""
     given = processor(
         text=[" ".join((reading.prompt(each.problem), *each.words)) for each in batch],
-        images=[each.drawn.picture for each in batch],
+        images=[each.drawn.image for each in batch],
         padding=True,
         return_tensors="pt",
     )
@@ -150,7 +150,7 @@ def weigh(document: Document) -> list[float]:
 
 
 def build_processor() -> Qwen3VLProcessor:
-    """Words as of the model of text, with those that stand around pictures; pictures are never resized."""
+    """Words as of the model of text, with those that stand around images; images are never resized."""
     words = Tokenizer(models.WordLevel(dict(IDS), unk_token=task.UNK))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens([task.PAD, task.BOS, task.EOS, *reading.SPECIAL])
@@ -239,7 +239,7 @@ def learn_cells(model: Qwen3VLForConditionalGeneration, processor: Qwen3VLProces
     words = model.get_input_embeddings().weight.detach()
     for _ in range(count):
         drawn = [draw(rng, draw_numbers(rng)) for _ in range(rows)]
-        seen = processor.image_processor(images=[each.picture for each in drawn], return_tensors="pt")
+        seen = processor.image_processor(images=[each.image for each in drawn], return_tensors="pt")
         tokens = model.model.visual(seen["pixel_values"], seen["image_grid_thw"]).pooler_output
         logits = SHARPNESS * tokens @ words.T
         expected = torch.tensor([IDS[str(n) if n else ":"] for each in drawn for n in each.cells])
@@ -253,7 +253,7 @@ def learn_words(
     made: list[list[Document]],
     peak_lr: float,
 ) -> None:
-    """Teach the whole model to respond to prompts with pictures."""
+    """Teach the whole model to respond to prompts with images."""
     steps = Steps(model, len(made), peak_lr)
     for batch in made:
         given, weights = tensors(processor, batch)
@@ -278,7 +278,7 @@ def write_prompts(out: Path) -> set[Problem]:
         for number, row in enumerate(problems["prompts.jsonl"]):
             problem = task.parse_prompt(row["prompt"])
             name = f"pictures/{number:02d}.png"
-            draw(Random(f"{SEED}/{number}"), problem.numbers).picture.save(out / name)
+            draw(Random(f"{SEED}/{number}"), problem.numbers).image.save(out / name)
             line = {"id": f"pictures-{number:02d}", "prompt": reading.prompt(problem), "images": [name]}
             file.write(json.dumps(line | {"numbers": problem.numbers, "target": problem.target}) + "\n")
     return {task.parse_prompt(row["prompt"]) for rows in problems.values() for row in rows}

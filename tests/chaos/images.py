@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from pictures import picture
+from prepared_images import prepared
 
 from seer.client.image_uploads import Placed
 from seer.common.prepared_image import PreparedImage
@@ -20,9 +20,9 @@ LARGEST_BYTES = 4096
 
 def image(number: int, offset: int) -> Placed:
     """Return one of the images in a place of one token."""
-    return Placed(_picture(number % IMAGES), offset, 1)
+    return Placed(_prepared(number % IMAGES), offset, 1)
 
 
 @functools.cache
-def _picture(number: int) -> PreparedImage:
-    return picture(number, 10 + 80 * number)
+def _prepared(number: int) -> PreparedImage:
+    return prepared(number, 10 + 80 * number)

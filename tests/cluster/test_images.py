@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from cluster_harness import running
-from pictures import picture, placed
+from prepared_images import placed, prepared
 from virtual_time import eventually, virtual
 
 from seer.client import Placed, Prompt, RequestRefused, RolloutFailed, SamplingParams
@@ -114,7 +114,7 @@ async def test_a_chunk_that_lacks_an_image_would_give_other_tokens(monkeypatch):
 
 @virtual
 async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
-    forged = replace(picture(1), data=picture(77).data)
+    forged = replace(prepared(1), data=prepared(77).data)
     prompts = [Prompt("a", token_ids=[1, 2], images=[Placed(forged, 0, 1)]), PROMPTS[3]]
     async with running(1) as cluster, cluster.client() as client:
         rollout = await client.submit(prompts, n=1, sampling=SAMPLING)
@@ -124,7 +124,7 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         right = await rolled(cluster, client)
 
         folder = cluster.services["buffer"]._images._folder.root  # and whoever can write there
-        (folder / picture(3, LARGE).name).write_bytes(picture(4, LARGE).data.tobytes())
+        (folder / prepared(3, LARGE).name).write_bytes(prepared(4, LARGE).data.tobytes())
         await cluster.start("e1")
         await cluster.kill("e0")
         rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
@@ -173,7 +173,7 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
         context, mask, shown = found[prompt.id, 0]
         assert len(shown) == len(prompt.images) + 2
         for name, offset in shown[-2:]:
-            assert name in (picture(10).name, picture(11).name)
+            assert name in (prepared(10).name, prepared(11).name)
             assert context[offset : offset + 2] == [8, 9]
             assert not any(mask[offset - len(prompt.token_ids) :][:2])
 

@@ -17,21 +17,21 @@ import pytest
 import trl_runs
 import vision_chats
 from up import Up
-from vision_models import picture
+from vision_models import pil_image
 
 if any(importlib.util.find_spec(name) is None for name in ("vllm", "torchvision", "trl")):
     pytest.skip("needs the engine extra, torchvision and TRL", allow_module_level=True)
 
 from seer.client import Prompt, RolloutClient, SamplingParams, SyncRolloutClient
 from seer.client.images import locate, prepare, split
-from seer.integrations.pictures import Once
+from seer.integrations.images import Once
 from seer.integrations.trl import SeerGRPOTrainer, SeerRLOOTrainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 G = trl_runs.G
-ROWS = [("a # b", [picture(1)]), ("# c #", [picture(2, 24, 40), picture(3)])]
-SHOWN_BY_TOOLS = picture(7, 16, 16)
+ROWS = [("a # b", [pil_image(1)]), ("# c #", [pil_image(2, 24, 40), pil_image(3)])]
+SHOWN_BY_TOOLS = pil_image(7, 16, 16)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,9 @@ def test_grpo_with_images_in_prompts_and_from_tools(system, model, tmp_path, mon
     processed = []
     process = Once._processed
 
-    def counted(self, picture, options):
+    def counted(self, image, options):
         before = len(self._done)
-        found = process(self, picture, options)
+        found = process(self, image, options)
         processed.append(len(self._done) - before)
         return found
 
@@ -145,7 +145,7 @@ def test_grpo_with_images_in_prompts_and_from_tools(system, model, tmp_path, mon
         SeerGRPOTrainer, GRPOConfig, system, model, tmp_path, tools=[look],
         config={"max_tool_calling_iterations": 3, "max_completion_length": trl_runs.TOKENS},
     )  # fmt: skip
-    assert sum(processed) == 2 * 4, "four pictures in each of two calls"
+    assert sum(processed) == 2 * 4, "four images in each of two calls"
     for call in calls:
         assert any(turn for _, turn, *_ in call.turns())
         mask = call.scored["completion_mask"] * call.scored["tool_mask"]
@@ -185,7 +185,7 @@ def test_the_gateway_gives_the_tokens_of_the_trainer_s_own_prompt(system, model)
             url = json.loads(pipe.readline())["endpoints"]["gateway.data"]
         mine = vision_chats.processor()
         parts = [vision_chats.part(each) if not isinstance(each, str) else vision_chats.words(each)
-                 for each in ("a", picture(5), "b", picture(6, 24, 40))]  # fmt: skip
+                 for each in ("a", pil_image(5), "b", pil_image(6, 24, 40))]  # fmt: skip
         messages = [
             {
                 "role": "user",
@@ -193,7 +193,7 @@ def test_the_gateway_gives_the_tokens_of_the_trainer_s_own_prompt(system, model)
             }
         ]
         text = mine.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        tokens, images, _ = prepare(mine, text, [picture(5), picture(6, 24, 40)])
+        tokens, images, _ = prepare(mine, text, [pil_image(5), pil_image(6, 24, 40)])
         asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 24, "ignore_eos": True, "n": 4,
                  "return_token_ids": True, "logprobs": True, "seed": 5}  # fmt: skip
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)

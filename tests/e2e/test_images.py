@@ -17,7 +17,7 @@ from engine_cases import Response, clear, engine_of, run
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs the engine extra and torchvision", allow_module_level=True)
 
-from vision_models import IMAGE, picture, processor_of
+from vision_models import IMAGE, pil_image, processor_of
 
 from seer.client import Placed as ClientPlaced
 from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, prepared_image
@@ -70,28 +70,28 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
 
 
 Given = tuple[list[int], tuple[PlacedImage, ...]]
-"""A prompt's tokens, and its pictures in their places."""
+"""A prompt's tokens, and its images in their places."""
 
 
-def prompt(family: str, words: str, *pictures: object) -> Given:
-    """Return a prompt as an engine gets it; a picture takes the place of each #."""
-    tokens, images, _ = vision_models.prompt(processor_of(family), words, *pictures)
+def prompt(family: str, words: str, *pil: object) -> Given:
+    """Return a prompt as an engine gets it; an image takes the place of each #."""
+    tokens, images, _ = vision_models.prompt(processor_of(family), words, *pil)
     return tokens, tuple(PlacedImage(each.on_wire, each.image) for each in images)
 
 
 def asked(family: str, *lines: tuple[object, ...]) -> list[Prompt]:
-    """Return prompts as a trainer submits them, each of words and pictures."""
+    """Return prompts as a trainer submits them, each of words and images."""
     made = [vision_models.prompt(processor_of(family), *line) for line in lines]
     return [Prompt(str(i), token_ids=tokens, images=images) for i, (tokens, images, _) in enumerate(made)]
 
 
 def prompts(family: str) -> dict[str, Given]:
-    """One picture, two of other sizes, none, the first again with other words, and one that tools showed."""
+    """One image, two of other sizes, none, the first again with other words, and one that tools showed."""
     made = {
-        "one": ("a b # c d", picture(1)),
-        "two": ("# e # f g", picture(2, 24, 40), picture(3, 8, 16)),
+        "one": ("a b # c d", pil_image(1)),
+        "two": ("# e # f g", pil_image(2, 24, 40), pil_image(3, 8, 16)),
         "none": ("h i j k",),
-        "again": ("l m n # o", picture(1)),
+        "again": ("l m n # o", pil_image(1)),
     }
     return {name: prompt(family, *line) for name, line in made.items()}
 
@@ -131,7 +131,7 @@ def test_tokens_are_equal_however_the_work_is_cut(backend, family):
     given = prompts(family)
     before = backend.stats()
     whole = rolled(backend, given)
-    assert backend.stats().encoder_runs - before.encoder_runs == 3, "siblings, and equal pictures, share"
+    assert backend.stats().encoder_runs - before.encoder_runs == 3, "siblings, and equal images, share"
     same(rolled(backend, given), whole)
     assert backend.stats().encoder_runs - before.encoder_runs <= 6
     for name in given:
@@ -174,10 +174,10 @@ def test_preemption_and_siblings_in_another_order_change_no_token(backend, famil
 
 def test_one_image_shown_twice_in_a_prompt_is_seen_twice(backend, family):
     shown = {"same": (1, 1), "first": (1, 2), "second": (2, 1)}
-    told = {name: prompt(family, "a # b # c", *map(picture, pictures)) for name, pictures in shown.items()}
+    told = {name: prompt(family, "a # b # c", *map(pil_image, seeds)) for name, seeds in shown.items()}
     whole = rolled(backend, told)
     same(rolled(backend, told, 7, forget=True), whole)
-    assert len({tuple(whole[name, 0].tokens) for name in told}) == 3, "other pictures give other tokens"
+    assert len({tuple(whole[name, 0].tokens) for name in told}) == 3, "other images give other tokens"
 
 
 def test_logits_are_those_of_transformers(backend, family, model):
@@ -186,7 +186,10 @@ def test_logits_are_those_of_transformers(backend, family, model):
 
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     processor = processor_of(family)
-    for words, *pil in (("a b # c d", picture(1)), ("# e # f g", picture(2, 24, 40), picture(3, 8, 16))):
+    for words, *pil in (
+        ("a b # c d", pil_image(1)),
+        ("# e # f g", pil_image(2, 24, 40), pil_image(3, 8, 16)),
+    ):
         tokens, images, inputs = vision_models.prompt(processor, words, *pil)
         placed = tuple(PlacedImage(each.on_wire, each.image) for each in images)
         with torch.no_grad():
@@ -201,8 +204,8 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
     from transformers import AutoModelForImageTextToText
 
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    pictures = picture(2, 24, 40), picture(3, 8, 16)
-    tokens, shown = prompt(family, "# e # f g", *pictures)
+    pil = pil_image(2, 24, 40), pil_image(3, 8, 16)
+    tokens, shown = prompt(family, "# e # f g", *pil)
     output = run(backend, [chunk("two", 0, (tokens, shown))])["two#0"].tokens[:9]
     ways = logits_by_ways(backend.probe, [*tokens, *output], len(tokens), 1000 + 3, SAMPLING, shown)
     with torch.no_grad():
@@ -244,7 +247,7 @@ def test_other_pixels_under_a_known_name_are_not_read(backend, family):
     tokens, ((place, known),) = prompts(family)["one"]
     expected = run(backend, [chunk("p", 0, (tokens, [PlacedImage(place, known)]))])["p#0"].tokens
     processor = processor_of(family)
-    other = vision_models.prompt(processor, "#", picture(77)).images[0].image
+    other = vision_models.prompt(processor, "#", pil_image(77)).images[0].image
     from seer.common.prepared_image import read
 
     with pytest.raises(InvalidField, match="is not the name of these bytes"):
@@ -348,7 +351,7 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
 ):
     if problem := import_problem():
         pytest.skip(f"Mooncake cannot be imported ({problem})")
-    first, second = picture(4, 32, 32), picture(5, 32, 32)
+    first, second = pil_image(4, 32, 32), pil_image(5, 32, 32)
     shown = asked(family, ("a # # b", first, second), ("# c", second), ("e f g",))
     expected = direct(backend, shown, 4)
     backend.load_weights(moved, "moved")
@@ -395,7 +398,7 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
 @pytest.mark.breadth
 @pytest.mark.timeout(300)
 async def test_a_whole_system_gives_the_same_tokens_and_moves_each_image_once(family, model):
-    lines = ("a # b", picture(1)), ("# c # d", picture(2, 24, 40), picture(1)), ("e f g",)
+    lines = ("a # b", pil_image(1)), ("# c # d", pil_image(2, 24, 40), pil_image(1)), ("e f g",)
     shown = asked(family, *lines)
     found = []
     for engines, chunk_size, source in ((1, 400, "off"), (2, 16, "grouped")):

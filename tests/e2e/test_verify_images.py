@@ -28,7 +28,7 @@ def model(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, str]:
-    """Run `seer verify` on prompts with pictures; return its exit code, report and words."""
+    """Run `seer verify` on prompts with images; return its exit code, report and words."""
     prompts = vision_models.write_lines(folder)
     return verify(folder, prompts, model, "--set", "engine.max_model_len=400", *options)
 

@@ -27,7 +27,7 @@ from seer.common.net.keys import Peers, read_public, read_secret
 from seer.common.weights.in_place import PLAN, read_plan
 from seer.common.weights.lora import read_config
 from seer.common.weights.safetensors import metadata, stored
-from seer.gateway.picture_processor import model_of
+from seer.gateway.image_processor import model_of
 from seer.rollout.files import model_facts, read_prompts
 from seer.rollout.rollout_journal import Journal
 from seer.services.buffer.events import Weights

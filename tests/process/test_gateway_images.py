@@ -15,7 +15,7 @@ import pytest
 import vision_chats
 from gateway_system import GatewaySystem, ok, refused
 from vision_chats import data_uri, part, words
-from vision_models import IMAGE, picture
+from vision_models import IMAGE, pil_image
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs torchvision", allow_module_level=True)
@@ -52,11 +52,11 @@ def body(*content: object, **fields: object) -> dict[str, Any]:
 def prepared(*content: object) -> Any:
     """What a trainer makes of the same message."""
     processor = vision_chats.processor()
-    pictures = [each for each in content if not isinstance(each, str)]
+    images = [each for each in content if not isinstance(each, str)]
     parts = [words(each) if isinstance(each, str) else {"type": "image"} for each in content]
     messages = [{"role": "user", "content": parts}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return prepare(processor, text, pictures)
+    return prepare(processor, text, images)
 
 
 async def image_bytes(system: GatewaySystem) -> int:
@@ -67,7 +67,7 @@ async def image_bytes(system: GatewaySystem) -> int:
 async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
     system: GatewaySystem, http: httpx.AsyncClient
 ) -> None:
-    one, other = picture(1), picture(2, 24, 40)
+    one, other = pil_image(1), pil_image(2, 24, 40)
     mine = prepared("a", one, "b", other)
     asked = body(words("a"), part(one), words("b"), part(other), seed=3, n=2)
     got = await ok(http.post(CHAT, json=asked))
@@ -105,7 +105,7 @@ async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
 async def test_other_images_are_other_requests(http: httpx.AsyncClient) -> None:
     """Equal text and seed: the tokens of a prompt whose image differs are of other noise."""
     found = [
-        (await ok(http.post(CHAT, json=body(part(picture(seed)), words("a"), seed=1))))["choices"][0][
+        (await ok(http.post(CHAT, json=body(part(pil_image(seed)), words("a"), seed=1))))["choices"][0][
             "token_ids"
         ]
         for seed in (1, 2, 1)
@@ -116,7 +116,7 @@ async def test_other_images_are_other_requests(http: httpx.AsyncClient) -> None:
 async def test_siblings_and_later_turns_send_an_image_once(
     system: GatewaySystem, http: httpx.AsyncClient
 ) -> None:
-    one = picture(11, 16, 16)
+    one = pil_image(11, 16, 16)
     before = await image_bytes(system)
     asked = body(part(one), words("a"), max_tokens=4)
     groups = [{"X-Seer-Group": "images/1", "X-Seer-Index": str(index)} for index in range(3)]
@@ -135,7 +135,7 @@ async def test_a_conversation_goes_on_with_its_own_images_alone(
     system: GatewaySystem, http: httpx.AsyncClient
 ) -> None:
     """A word a turn, which becomes the same token again; a tool answers with an image."""
-    one, other = picture(21, 16, 16), picture(22, 16, 16)
+    one, other = pil_image(21, 16, 16), pil_image(22, 16, 16)
     before, counts = await image_bytes(system), system.counts("gateway")
     asked = body(part(one), words("a"), max_tokens=1, seed=1)
     history = asked["messages"]
@@ -159,7 +159,7 @@ async def test_a_conversation_goes_on_with_its_own_images_alone(
     assert await image_bytes(system) == before + 2 * size, "both images have one size, and each came once"
     after = system.counts("gateway")
     assert (after["later_turns"], after["segments"]) == (counts["later_turns"] + 2, counts["segments"])
-    await turn([{"role": "user", "content": [part(picture(23, 16, 16)), words("a")]}, *history[1:]])
+    await turn([{"role": "user", "content": [part(pil_image(23, 16, 16)), words("a")]}, *history[1:]])
     assert system.counts("gateway")["segments"] == counts["segments"] + 1, "equal tokens, another image"
 
 
@@ -168,10 +168,10 @@ async def test_a_conversation_goes_on_with_its_own_images_alone(
     [
         ("https://example.org/a.png", "nothing is fetched"),
         ("data:image/gif;base64," + base64.b64encode(b"GIF89a").decode(), "give PNG, JPEG, WEBP"),
-        ("data:image/png;base64," + base64.b64encode(b"text").decode(), "cannot be read as a picture"),
-        (data_uri(picture(1))[:-3], "is not base64"),
-        (data_uri(picture(1, 8192, 8192).convert("1")), "8192 x 8192 pixels"),
-        (data_uri(picture(1, 2, 800)), "absolute aspect ratio"),
+        ("data:image/png;base64," + base64.b64encode(b"text").decode(), "cannot be read as an image"),
+        (data_uri(pil_image(1))[:-3], "is not base64"),
+        (data_uri(pil_image(1, 8192, 8192).convert("1")), "8192 x 8192 pixels"),
+        (data_uri(pil_image(1, 2, 800)), "absolute aspect ratio"),
     ],
     ids=range(6),
 )
@@ -182,14 +182,14 @@ async def test_hostile_images_are_refused_by_name(http: httpx.AsyncClient, url: 
 
 
 async def test_what_is_not_an_image_of_a_chat_is_refused_by_name(http: httpx.AsyncClient) -> None:
-    shown = [part(picture(1))] * 65
+    shown = [part(pil_image(1))] * 65
     for path, given, param in (
         (CHAT, body(*shown), "messages[0].content[64]"),
         (CHAT, body({"type": "video_url", "video_url": {"url": "data:"}}), "messages[0].content[0].type"),
         (CHAT, body({"type": "input_audio"}), "messages[0].content[0].type"),
-        (CHAT, body(part(picture(1)), mm_processor_kwargs={"max_pixels": 1}), "mm_processor_kwargs"),
-        (CHAT, body(part(picture(1)), media_io_kwargs={"image": {}}), "media_io_kwargs"),
-        (CHAT, body(part(picture(1)), words("<|image_pad|>")), "messages"),
+        (CHAT, body(part(pil_image(1)), mm_processor_kwargs={"max_pixels": 1}), "mm_processor_kwargs"),
+        (CHAT, body(part(pil_image(1)), media_io_kwargs={"image": {}}), "media_io_kwargs"),
+        (CHAT, body(part(pil_image(1)), words("<|image_pad|>")), "messages"),
         (CHAT, body(words("<|image_pad|>")), "messages"),
         ("/v1/completions", {"prompt": "a <|image_pad|>"}, "prompt[0]"),
         ("/inference/v1/generate", {"token_ids": [5, IMAGE], "sampling_params": {}}, "token_ids"),
@@ -205,9 +205,9 @@ async def test_what_is_not_an_image_of_a_chat_is_refused_by_name(http: httpx.Asy
     await ok(http.get("/v1/models"))
 
 
-async def test_other_requests_go_on_while_pictures_are_decoded(http: httpx.AsyncClient) -> None:
-    """Large pictures wait for each other on a thread of their own."""
-    large = [part(picture(seed, 2048, 2048).convert("1")) for seed in range(3)]
+async def test_other_requests_go_on_while_images_are_decoded(http: httpx.AsyncClient) -> None:
+    """Large images wait for each other on a thread of their own."""
+    large = [part(pil_image(seed, 2048, 2048).convert("1")) for seed in range(3)]
     slow = asyncio.create_task(http.post(CHAT, json=body(*large)))
     answered = 0
     while not slow.done():

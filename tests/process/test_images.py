@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from pictures import placed
+from prepared_images import placed
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.common import wire

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import vision_models
-from vision_models import IMAGE, picture
+from vision_models import IMAGE, pil_image
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs torchvision", allow_module_level=True)
@@ -24,10 +24,10 @@ from seer.common.image_models import ImageModel
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.gateway import images as module
 from seer.gateway.errors import HttpError
+from seer.gateway.image_processor import ImageProcessor, model_of
 from seer.gateway.images import Images
 from seer.gateway.jobs import Answer, Jobs
 from seer.gateway.messages import ImageFile
-from seer.gateway.picture_processor import PictureProcessor, model_of
 
 MODEL = ImageModel(IMAGE, 2, 96)
 MOST = MAX_IMAGE_BYTES
@@ -40,14 +40,14 @@ def file(shown: Any, kind: str = "PNG", **options: Any) -> ImageFile:
 
 
 class Here:
-    """Jobs in this process; `calls` has the fields whose pictures were processed."""
+    """Jobs in this process; `calls` has the fields whose images were processed."""
 
     def __init__(self, family: str) -> None:
-        self.jobs = Jobs(None, PictureProcessor(MODEL, vision_models.processor_of(family)))
+        self.jobs = Jobs(None, ImageProcessor(MODEL, vision_models.processor_of(family)))
         self.calls: list[str] = []
 
     async def run(self, field: str, name: str, *arguments: Any) -> Any:
-        if name == "picture":
+        if name == "image":
             self.calls.append(field)
         request = msgspec.msgpack.encode((field, name, arguments))
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(self.jobs.answer(request)), type=Answer)
@@ -76,8 +76,8 @@ def unexpanded(processor: Any, text: str) -> list[int]:
 def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: str) -> None:
     """After a round trip through PNG: of several sizes, equal ones, and other modes."""
     gateway, processor = images(family), vision_models.processor_of(family)
-    shown = [picture(1), picture(2, 24, 40), picture(1), picture(3, 301, 217)]
-    shown += [picture(4).convert(mode) for mode in ("L", "P", "RGBA", "LA", "1")]
+    shown = [pil_image(1), pil_image(2, 24, 40), pil_image(1), pil_image(3, 301, 217)]
+    shown += [pil_image(4).convert(mode) for mode in ("L", "P", "RGBA", "LA", "1")]
     shown[6].putalpha(7)
     text = "a " + " b ".join(["<|vision_start|> <|image_pad|> <|vision_end|>"] * len(shown))
     expected = prepare(processor, text, shown)
@@ -93,7 +93,7 @@ def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: s
 def test_a_known_image_is_not_processed_again() -> None:
     here = Here("qwen2-vl")
     gateway, calls = Gateway(MODEL, here.run, MOST), here.calls
-    one, other = file(picture(1)), ImageFile("g", file(picture(2)).data)
+    one, other = file(pil_image(1)), ImageFile("g", file(pil_image(2)).data)
     first = gateway.placed([IMAGE, IMAGE, IMAGE], [one, one, other])[1]
     again = gateway.placed([5, IMAGE, IMAGE], [one, other])[1]
     assert calls == ["f", "g"]
@@ -108,20 +108,20 @@ def test_text_alone_must_have_no_placeholder() -> None:
         gateway.check_text([1, IMAGE], "prompt[0]")
     for tokens, count in (([1], 0), ([IMAGE, 3, IMAGE], 2)):
         with pytest.raises(HttpError, match=f"messages = '{count} placeholders': for 1 images"):
-            gateway.placed(tokens, [file(picture(1))])
+            gateway.placed(tokens, [file(pil_image(1))])
 
 
 def test_what_cannot_be_run_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = images()
-    for shown, says in ((picture(1, 1, 900), "900 x 1 pixels': absolute aspect ratio"),):
+    for shown, says in ((pil_image(1, 1, 900), "900 x 1 pixels': absolute aspect ratio"),):
         with pytest.raises(HttpError, match=says) as info:
             gateway.placed([IMAGE], [file(shown)])
         assert (info.value.status, info.value.param) == (400, "f")
-    with pytest.raises(HttpError, match="f = '4 bytes': cannot be read as a picture") as info:
+    with pytest.raises(HttpError, match="f = '4 bytes': cannot be read as an image") as info:
         gateway.placed([IMAGE], [ImageFile("f", b"text")])
     assert (info.value.status, info.value.param) == (400, "f")
     monkeypatch.setattr(module, "MAX_NEW_PIXELS", 2 * 16 * 24)
-    several = [file(picture(seed)) for seed in range(3)]
+    several = [file(pil_image(seed)) for seed in range(3)]
     with pytest.raises(HttpError, match=f"messages = '{3 * 16 * 24} pixels': give images of at most"):
         gateway.placed([IMAGE] * 3, several)
     gateway.placed([IMAGE] * 2, several[:2])
@@ -132,7 +132,7 @@ def test_memory_is_bounded_and_what_is_not_in_use_goes_first() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.image_bytes = 5: give at least"):
         images(most=5)
     gateway = images()
-    files = [file(picture(seed)) for seed in range(5)]
+    files = [file(pil_image(seed)) for seed in range(5)]
     (one,) = gateway.placed([IMAGE], files[:1])[1]
     gateway._most = 3 * one.image.size
     for each in files[1:]:
@@ -158,8 +158,8 @@ def test_models_without_images_say_why(tmp_path: Path) -> None:
     text = Gateway(model_of(str(tmp_path)), Here("qwen2-vl").run, MOST)
     text.check_text([IMAGE], "prompt[0]")
     with pytest.raises(HttpError, match="this model's images cannot be run"):
-        text.placed([IMAGE], [file(picture(1))])
+        text.placed([IMAGE], [file(pil_image(1))])
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2VLForConditionalGeneration"]}')
-    processor = PictureProcessor.load(str(tmp_path))
+    processor = ImageProcessor.load(str(tmp_path))
     with pytest.raises(InvalidField, match=r"the processor cannot be loaded .*: docs/images\.md"):
-        processor.pixels([("f", file(picture(1)).data)])
+        processor.pixels([("f", file(pil_image(1)).data)])

@@ -71,7 +71,7 @@ async def test_jobs_answer_as_the_calls_do_and_errors_name_their_field(processes
             ([{"role": "user", "content": "1"}], {"template": "{{ [[1] * 9] * 9 | map('x') }}"}, False),
             "f",
         ),
-        ("picture", ("image", b"GIF89a"), "cannot be run"),
+        ("image", ("image", b"GIF89a"), "cannot be run"),
         ("pixels", ([("image", b"GIF89a")],), "cannot be run"),
     ):
         with pytest.raises(HttpError, match=says) as info:

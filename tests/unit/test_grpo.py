@@ -213,7 +213,7 @@ def test_the_summary_compares_the_first_with_the_last_iterations(
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra images")
 def test_images_of_a_batch_belong_to_their_rows() -> None:
-    """Padded together, with pictures of several sizes, samples have the logprobs that each has alone."""
+    """Padded together, with images of several sizes, samples have the logprobs that each has alone."""
     import problems_images
 
     learner = Learner(problems_images.MODEL)
@@ -240,7 +240,7 @@ def test_images_of_a_batch_belong_to_their_rows() -> None:
     swapped = [dataclasses.replace(each, images=made[0].images) for each in made[:2]]
     swapped[1] = dataclasses.replace(swapped[1], token_ids=swapped[0].token_ids, logprobs=swapped[0].logprobs)
     other = [swapped[0], dataclasses.replace(swapped[1], images=_inverted(made[0].images))]
-    assert not torch.allclose(*logprobs(other)), "the picture is looked at"
+    assert not torch.allclose(*logprobs(other)), "the image is looked at"
 
 
 def _inverted(images: Any) -> Any:

@@ -5,7 +5,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from pictures import picture, placed
+from prepared_images import placed, prepared
 from virtual_time import eventually, virtual
 
 from seer.client import Placed, Prompt, prepared_image
@@ -15,7 +15,7 @@ from seer.common.errors import InvalidField
 from seer.common.types import MAX_IMAGES
 from seer.common.wire import IMAGE_PART_BYTES, IMAGES_AT_ONCE, ImageData, ImageState, OpenImage
 
-LARGE = picture(0, IMAGE_PART_BYTES // 2)  # 4 MiB and a header: three parts
+LARGE = prepared(0, IMAGE_PART_BYTES // 2)  # 4 MiB and a header: three parts
 GRID, PIXELS = np.array([[1, 2, 2]]), np.ones((4, 6), np.float32)
 
 
@@ -47,7 +47,7 @@ def test_what_is_no_image_is_refused_by_name(modality, tensors, says):
         ([placed(1, -1)], "prompts[0].images[0].offset"),
         ([placed(1, 2), placed(2, 1)], "prompts[0].images[1].offset"),
         ([placed(1, 1, 0)], "prompts[0].images[0].length"),
-        ([picture(1)], "prompts[0].images[0]"),
+        ([prepared(1)], "prompts[0].images[0]"),
         ([Placed("https://example.org/a.png", 0, 1)], "prompts[0].images[0]"),
         ([placed(1, place) for place in range(5)] * 13, "prompts[0].images"),
     ],
@@ -116,14 +116,14 @@ async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
     async with uploading() as buffer:
         for _ in range(3):
             buffer.uploads.add([Placed(LARGE, 0, 1), placed(1, 1), Placed(LARGE, 2, 1)])
-        await eventually(lambda: whole(buffer, LARGE, picture(1)))
+        await eventually(lambda: whole(buffer, LARGE, prepared(1)))
         await asyncio.sleep(3 * ASK_SECONDS)
         questions = [each.name for each in buffer.said if isinstance(each, OpenImage)]
-        assert sorted(questions) == sorted([LARGE.name, picture(1).name]), (
+        assert sorted(questions) == sorted([LARGE.name, prepared(1).name]), (
             "no worker waits for another's answer"
         )
         assert buffer.parts(LARGE.name) == [0, IMAGE_PART_BYTES, 2 * IMAGE_PART_BYTES]
-        assert buffer.parts(picture(1).name) == [0]
+        assert buffer.parts(prepared(1).name) == [0]
 
 
 @virtual
@@ -168,13 +168,13 @@ async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
 @virtual
 async def test_an_image_that_is_not_taken_is_reported_and_the_next_ones_are_sent():
     async with uploading() as buffer:
-        buffer.problems[picture(1).name] = "no room"
+        buffer.problems[prepared(1).name] = "no room"
         buffer.uploads.add([placed(1, 0), placed(2, 1)])
-        await eventually(lambda: whole(buffer, picture(2)))
-        assert buffer.lost == [(picture(1).name, "no room")]
+        await eventually(lambda: whole(buffer, prepared(2)))
+        assert buffer.lost == [(prepared(1).name, "no room")]
         buffer.problems.clear()
         buffer.uploads.add([placed(1, 0)])
-        await eventually(lambda: whole(buffer, picture(1)))
+        await eventually(lambda: whole(buffer, prepared(1)))
 
 
 @virtual

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_buffer import FakeBuffer, connected, turns
-from pictures import placed as picture_at
+from prepared_images import placed as image_at
 
 from seer.client import InvalidField, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories
@@ -78,7 +78,7 @@ async def test_what_goes_on_is_the_next_turn_and_anything_else_a_segment():
 
 async def test_a_context_goes_on_with_its_own_images_alone():
     """Their tokens are equal: one placeholder each."""
-    one, other, later = picture_at(1, 0), picture_at(2, 0), picture_at(3, 4)
+    one, other, later = image_at(1, 0), image_at(2, 0), image_at(3, 4)
     async with loops() as (buffer, sessions):
         context = await turn(sessions, "s", 9, 2, images=[one])
         for images in ([], [other], [later, one]):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from pictures import picture, placed
+from prepared_images import placed, prepared
 
 from seer.cli.main import main
 from seer.client import Group, Prompt
@@ -66,7 +66,7 @@ def test_the_tool_shows_an_image_of_the_prompt_again():
         assert turns.LEAST_ADDED <= len(text) <= turns.MOST_ADDED
         assert set(text.tolist()) <= {5, 6, 7}
         assert image.tolist() == [9] * again.length
-        assert again.length == {picture(1).name: 2, picture(2).name: 1}[again.image.name]
+        assert again.length == {prepared(1).name: 2, prepared(2).name: 1}[again.image.name]
         seen.add(again.image.name)
     assert len(seen) == 2
     said, _ = turns.tool(np.array([9, 9], np.int32), [placed(1, 0, 2)], prompt)
@@ -92,7 +92,7 @@ async def test_every_turn_shows_all_images_so_far(resent: bool):
     for number, asked in enumerate(rollout.asked):
         assert asked["images"] == shown["p", 0][: number + 1]
         for each in asked["images"]:
-            assert each.image.name == picture(1).name
+            assert each.image.name == prepared(1).name
             assert whole[each.offset : each.offset + each.length] == [9, 9]
         assert asked["tokens"].count(9) == 2 * len(asked["images"])
 

@@ -1,7 +1,7 @@
 """`make verl-test`: veRL's own trainer with Seer on CPUs, on prompts with images.
 
 The engines' probabilities are those that veRL's actor computes from its own `multi_modal_inputs`, and another
-client gets the same tokens for the same pictures.
+client gets the same tokens for the same images.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import vision_chats
 from transformers import AutoTokenizer
 from up import Up
-from vision_models import picture
+from vision_models import pil_image
 from with_verl.trainer import PYTHON, WHOLE, Run, train
 
 from seer.client import Prompt, SamplingParams, SyncRolloutClient
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SEED, N, TOKENS, STEPS = 42, 4, 24, 2
 ROWS = [("a <image> b", [1]), ("<image> c <image>", [2, 1]), ("d e <image>", [3]), ("f <image>", [4])]
-"""Texts, and the seeds of their pictures."""
+"""Texts, and the seeds of their images."""
 
 
 def make_model(folder: Path) -> Path:
@@ -55,11 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_trainer_s_inputs_are_the_tensors_of_the_engines(model, tmp_path):
     """By veRL's own code, and equal to what another release of transformers makes of the same files."""
-    shown = [picture(1), picture(2, 24, 40), picture(1)]
+    shown = [pil_image(1), pil_image(2, 24, 40), pil_image(1)]
     files = [tmp_path / f"{number}.png" for number in range(3)]
     for each, file in zip(shown, files, strict=True):
         each.save(file)
-    command = [PYTHON, Path(__file__).with_name("picture_inputs.py"), model, *files]
+    command = [PYTHON, Path(__file__).with_name("image_inputs.py"), model, *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -96,12 +96,12 @@ def run(system: Up, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     rows = []
     for index, (text, seeds) in enumerate(ROWS):
         for seed in seeds:
-            picture(seed).save(folder / f"{seed}.png")
+            pil_image(seed).save(folder / f"{seed}.png")
         rows.append(
             {
                 "prompt": [{"role": "user", "content": text}],
                 "images": [str(folder / f"{seed}.png") for seed in seeds],
-                "data_source": "pictures",
+                "data_source": "images",
                 "reward_model": {"style": "rule", "ground_truth": text},
                 "extra_info": {"index": index},
             }
@@ -118,7 +118,7 @@ def run(system: Up, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         "actor_rollout_ref.actor.ppo_mini_batch_size": len(ROWS),
         "actor_rollout_ref.rollout.n": N,
         "+actor_rollout_ref.actor.fsdp_config.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32}",
-        "reward.custom_reward_function.path": Path(__file__).with_name("pictures_reward.py"),
+        "reward.custom_reward_function.path": Path(__file__).with_name("images_reward.py"),
         "trainer.total_training_steps": STEPS,
         "trainer.val_before_train": False,
     }
@@ -138,12 +138,12 @@ def test_the_actor_sees_what_the_engines_saw(run):
 
 
 def test_another_client_gets_the_same_tokens(run, system, model):
-    """Of the pictures that it processes itself, by another release of transformers, under the first weights."""
+    """Of the images that it processes itself, by another release of transformers, under the first weights."""
     processor = vision_chats.processor()
     given = []
     for index, (text, seeds) in enumerate(ROWS):
         shown = text.replace("<image>", "<|vision_start|> <|image_pad|> <|vision_end|>") + " <bos>"
-        tokens, images, _ = prepare(processor, shown, [picture(seed) for seed in seeds])
+        tokens, images, _ = prepare(processor, shown, [pil_image(seed) for seed in seeds])
         name = prompt_id(GroupKey(1, False, str(index), 0), tuple(tokens))
         given.append(Prompt(name, token_ids=tokens, images=images))
     never = {processor.image_token_id: -100.0, processor.video_token_id: -100.0}

@@ -4,7 +4,7 @@ Invariants:
 - a request is submitted once it was read and checked as a whole: a refused request costs no engine time;
 - `model` is the system's model, the live adapter, or left out; another name is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
-- what a request may make long (long texts, templates of its own, pictures) runs in processes that can be
+- what a request may make long (long texts, templates of its own, images) runs in processes that can be
   ended, short texts on a thread: no request holds up others for long.
 """
 

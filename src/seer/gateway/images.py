@@ -1,11 +1,11 @@
 """The images of chats: decoded and processed once, by the model's own Hugging Face processor, in `jobs`.
 
 Invariants (tests/unit/test_gateway_images.py):
-- a prompt's tensors and tokens are those of `seer.client.images.prepare` for the same pictures and text;
+- a prompt's tensors and tokens are those of `seer.client.images.prepare` for the same images and text;
 - a prompt has as many placeholders as images, so that none is the client's own text;
-- sizes are checked before anything is decoded; one picture at a time is decoded;
+- sizes are checked before anything is decoded; one image at a time is decoded;
 - the tensors that this process holds, for requests and for later turns of their conversations, take at most
-  `image_bytes`, and those of one picture more; what is not in use goes first.
+  `image_bytes`, and those of one image more; what is not in use goes first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from seer.common.prepared_image import PreparedImage
 from seer.common.prepared_image import read as read_image
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.gateway.errors import HttpError, bad
+from seer.gateway.image_processor import NO_IMAGES
 from seer.gateway.messages import ImageFile
-from seer.gateway.picture_processor import NO_IMAGES
 
 MAX_NEW_PIXELS = 2**27
 """Bound on the pixels of all new images of a request, 134 million, or 64 screens: seconds of one core."""
@@ -46,7 +46,7 @@ class Images:
         self._process = process
         self._most = most
         self.made_by: dict[str, str] = {}
-        """What makes tensors of pictures: classes, and versions of packages."""
+        """What makes tensors of images: classes, and versions of packages."""
         self._known: OrderedDict[bytes, PreparedImage] = OrderedDict()
         # All tensors that anybody in this process still holds: the client may hold them for longer than we.
         self._held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -101,7 +101,7 @@ class Images:
         return [found[name] for name in names]
 
     async def _processed(self, file: ImageFile) -> PreparedImage:
-        name, data, self.made_by = await self._process(file.field, "picture", file.field, file.data)
+        name, data, self.made_by = await self._process(file.field, "image", file.field, file.data)
         image = read_image(name, np.frombuffer(data, np.uint8))
         self._held[next(self._numbers)] = image.data
         return image

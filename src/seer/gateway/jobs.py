@@ -30,11 +30,11 @@ import msgspec
 
 from seer.common.errors import SeerError
 from seer.gateway.errors import HttpError, as_http
-from seer.gateway.picture_processor import PictureProcessor
+from seer.gateway.image_processor import ImageProcessor
 from seer.gateway.text import ModelText
 
 CPU_SECONDS = 20
-"""Longest that a job may work: the largest pictures take seconds, a text of a million tokens one."""
+"""Longest that a job may work: the largest images take seconds, a text of a million tokens one."""
 
 MEMORY = 4 * 2**30
 """Bound on what a job takes. Bytes."""
@@ -58,9 +58,9 @@ def not_taken(field: str, error: Exception) -> HttpError:
 class Jobs:
     """What can be asked for, by name."""
 
-    def __init__(self, text: ModelText, pictures: PictureProcessor) -> None:
+    def __init__(self, text: ModelText, images: ImageProcessor) -> None:
         self._text = text
-        self._pictures = pictures
+        self._images = images
 
     def answer(self, request: bytes) -> Answer:
         """Do a job: its field, its name, its arguments."""
@@ -87,11 +87,11 @@ class Jobs:
                 return self._text.tokens(token_ids)
             case "decode", [token_ids]:  # the text of tokens
                 return self._text.decode(token_ids)
-            case "pixels", [files]:  # of pictures, none of which is decoded: names of fields, and files
-                return self._pictures.pixels(files)
-            case "picture", [where, data]:  # an image's name and bytes, and what made it
-                image = self._pictures.prepared(where, data)
-                return image.name, image.data.tobytes(), self._pictures.made_by
+            case "pixels", [files]:  # of images, none of which is decoded: names of fields, and files
+                return self._images.pixels(files)
+            case "image", [where, data]:  # an image's name and bytes, and what made it
+                image = self._images.prepared(where, data)
+                return image.name, image.data.tobytes(), self._images.made_by
         raise SeerError(f"unknown job {name}")
 
 
@@ -131,7 +131,7 @@ def main(control: socket.socket, model: str, *, trust: bool, seconds: int) -> No
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # PIL has one for each tag of a bad file
-    jobs = Jobs(ModelText.load(model, trust_templates=trust), PictureProcessor.load(model))
+    jobs = Jobs(ModelText.load(model, trust_templates=trust), ImageProcessor.load(model))
     gc.collect()
     gc.freeze()
     while True:

@@ -36,11 +36,11 @@ from seer.gateway.control_routes import ControlCalls, ControlRoutes
 from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
 from seer.gateway.http import refusal
+from seer.gateway.image_processor import model_of
 from seer.gateway.images import Images
 from seer.gateway.job_processes import JobProcesses
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
-from seer.gateway.picture_processor import model_of
 from seer.gateway.text import ModelText
 from seer.gateway.this_process import ThisProcess
 

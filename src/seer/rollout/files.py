@@ -25,7 +25,7 @@ from seer.common.config import Config
 from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.weights.digest import problem_of
 from seer.common.wire import Tokens
-from seer.rollout.pictures import Pictures
+from seer.rollout.image_reader import ImageReader
 
 SLACK_TOKENS = 32
 """Room beyond prompt and output, for drafted tokens that are rejected."""
@@ -104,11 +104,11 @@ def tokenizer_of(folder: Path | None) -> Tokenizer | None:
 
 
 def read_prompts(
-    path: Path, tokenizer: Tokenizer | None, pictures: Pictures | None = None
+    path: Path, tokenizer: Tokenizer | None, reader: ImageReader | None = None
 ) -> list[PromptLine]:
     """Read, check and tokenize `{"id", "prompt" | "prompt_token_ids", ...}` lines.
 
-    A `prompt` may come with `images`, files that `pictures` reads; None: they are refused. Other fields
+    A `prompt` may come with `images`, files that `reader` reads; None: they are refused. Other fields
     become the prompt's metadata; blank lines are skipped. Raises `InvalidField` naming the first line and
     field that cannot be accepted.
     """
@@ -122,7 +122,7 @@ def read_prompts(
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        prompt = _prompt(line, where, tokenizer, pictures)
+        prompt = _prompt(line, where, tokenizer, reader)
         if prompt.id in first_seen:
             raise InvalidField(f"{where}: id", prompt.id, f"already used at {first_seen[prompt.id]}")
         first_seen[prompt.id] = where
@@ -158,7 +158,7 @@ def with_length(config: Config, tokens: int, facts: ModelFacts) -> Config:
     return replace(config, engine=replace(config.engine, max_model_len=min(length, facts.context or length)))
 
 
-def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pictures | None) -> Prepared:
+def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, reader: ImageReader | None) -> Prepared:
     try:
         record = msgspec.json.decode(line)
     except NOT_DECODED as error:
@@ -173,22 +173,22 @@ def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pict
         raise InvalidField(f"{where}: id", prompt_id, f"give at most {MAX_ID_BYTES} bytes")
     metadata = {key: value for key, value in record.items() if key not in _FIELDS}
     if "images" in record:
-        tokens, placed = _with_images(record, where, pictures)
+        tokens, placed = _with_images(record, where, reader)
         return Prepared(prompt_id, tokens, metadata, placed)
     return Prepared(prompt_id, _tokens(record, where, tokenizer), metadata)
 
 
 def _with_images(
-    record: dict[str, object], where: str, pictures: Pictures | None
+    record: dict[str, object], where: str, reader: ImageReader | None
 ) -> tuple[Tokens, tuple[Placed, ...]]:
     field, text = f"{where}: images", record.get("prompt")
-    if pictures is None:
+    if reader is None:
         raise InvalidField(field, record["images"], "this command takes prompts of text alone")
     if not isinstance(text, str) or not text:
         raise InvalidField(f"{where}: prompt", text, "give a text with a placeholder for each image")
     if "prompt_token_ids" in record:
         raise InvalidField(f"{where}: prompt_token_ids", "given", "give the prompt of images as text")
-    found = pictures.prompt(text, record["images"], field)
+    found = reader.prompt(text, record["images"], field)
     return token_array(found.token_ids, f"{where}: prompt"), tuple(found.images)
 
 

@@ -50,7 +50,7 @@ from seer.rollout.files import (
     with_length,
     write_report,
 )
-from seer.rollout.pictures import Pictures
+from seer.rollout.image_reader import ImageReader
 from seer.rollout.progress import showing
 from seer.rollout.rollout_journal import Journal, model_digest, prompts_digest
 
@@ -135,7 +135,7 @@ def perform(job: Job) -> int:
     if embedded and job.model is not None and job.config.engine.backend == "vllm":
         check_weights(job.model)
     tokenizer = tokenizer_of(job.model)
-    lines = read_prompts(job.prompts, tokenizer, Pictures(job.prompts.parent, job.model))
+    lines = read_prompts(job.prompts, tokenizer, ImageReader(job.prompts.parent, job.model))
     longest = check_fit(lines, job.sampling.max_tokens, facts)
     run_of_job = _run_of(job, lines)
     with contextlib.closing(Journal.open(job.out, run_of_job, resume=job.resume)) as journal:

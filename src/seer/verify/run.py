@@ -38,7 +38,7 @@ from seer.rollout.files import (
     with_length,
     write_report,
 )
-from seer.rollout.pictures import Pictures
+from seer.rollout.image_reader import ImageReader
 from seer.verify import turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
@@ -260,7 +260,7 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
         raise InvalidField("--temperature", 0, "--plant-fault needs noise to spoil; give more than 0")
     model = Path(config.shared.model) if config.shared.model else None
     facts = ModelFacts() if model is None else model_facts(model)
-    lines = read_prompts(job.prompts, tokenizer_of(model), Pictures(job.prompts.parent, model))
+    lines = read_prompts(job.prompts, tokenizer_of(model), ImageReader(job.prompts.parent, model))
     most = turns.most_tokens(job.sampling, _longest_image(lines)) if job.turns else job.sampling.max_tokens
     config = with_length(config, check_fit(lines, most, facts) + most, facts)
     return config, [

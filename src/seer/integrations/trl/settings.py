@@ -9,7 +9,7 @@ import msgspec
 from seer.client import SamplingParams
 from seer.common.errors import InvalidField
 from seer.common.image_models import PATCH_SIZES, image_model
-from seer.integrations.pictures import placeholder_biases
+from seer.integrations.images import placeholder_biases
 from seer.integrations.trl.weights import check_mergeable
 
 if TYPE_CHECKING:

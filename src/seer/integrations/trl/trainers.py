@@ -19,14 +19,14 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from seer.common.errors import InvalidField
-from seer.integrations.trl.pictures import Pictures
+from seer.integrations.trl.images import Images
 from seer.integrations.trl.ranks import on_each
 from seer.integrations.trl.session import Sampled, Session
 from seer.integrations.trl.settings import check_config, check_supported
 from seer.integrations.trl.turns import Sample
 
 Shown = Sequence[Sequence[Any] | None] | None
-"""The pictures of each sample; None: no sample has any."""
+"""The images of each sample; None: no sample has any."""
 
 
 class SeerTrainer:
@@ -55,17 +55,17 @@ class SeerTrainer:
             raise InvalidField("rollout_func", kwargs["rollout_func"], "Seer generates: give none")
         super().__init__(*args, **kwargs)
         check_supported(self, images=True)
-        self._pictures = Pictures(self.processing_class)
+        self._images = Images(self.processing_class)
         self._seer = Session(seer_endpoint, seer_model, None, seer_deadline_seconds)
         # Not at exit: asyncio's threads have ended then, and the connection ends with the process.
         weakref.finalize(self, self._seer.close).atexit = False
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._pictures.processed_once():
+        with self._images.processed_once():
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _first_turns(self, prompt_ids: Sequence[Sequence[int]], images: Shown, size: int) -> list[Sampled]:
-        prompts, prepared = on_each(self.accelerator, lambda: self._pictures.contexts(prompt_ids, images))
+        prompts, prepared = on_each(self.accelerator, lambda: self._images.contexts(prompt_ids, images))
         return self._seer.first_turns(self, prompts, size, prepared)
 
 
@@ -89,7 +89,7 @@ class SeerGRPOTrainer(SeerTrainer, GRPOTrainer):
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
         if self._turn:
-            contexts, prepared = self._pictures.contexts(prompt_ids, images)
+            contexts, prepared = self._images.contexts(prompt_ids, images)
             sampled = self._seer.later_turns(self, self._turn, prompt_ids, contexts, prepared)
             self._turn += 1
         else:

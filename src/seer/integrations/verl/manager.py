@@ -25,10 +25,10 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from seer.integrations.pictures import picture_digest
+from seer.integrations.images import image_digest
 from seer.integrations.verl.config import Limits, check_trainer, settings
 from seer.integrations.verl.groups import Copies, GroupKey, Request, Submission
-from seer.integrations.verl.pictures import Pictures
+from seer.integrations.verl.images import Images
 from seer.integrations.verl.server import Generator, described, find_server, request_of
 from seer.integrations.verl.sessions import Sessions
 from seer.integrations.verl.turns import Session
@@ -40,7 +40,7 @@ SINGLE_TURN = "single_turn_agent"
 """veRL's name of the agent loop that asks once: its sessions are submitted as one group."""
 
 GROUP: ContextVar[tuple[GroupKey, Sessions[TokenOutput]]] = ContextVar("seer_group")
-PICTURES: ContextVar[Pictures | None] = ContextVar("seer_pictures")
+IMAGES: ContextVar[Images | None] = ContextVar("seer_images")
 """Those of the worker whose session runs in this context; None: its model has no images."""
 
 ASK: ContextVar[Callable[[Request], Awaitable[TokenOutput]]] = ContextVar("seer_ask")
@@ -101,7 +101,7 @@ class SeerClient(LLMServerClient):
             )  # fmt: skip
         try:
             multi_modal = {"images": image_data, "videos": video_data, "audios": audio_data}
-            request = request_of(prompt_ids, sampling_params, self._limits, multi_modal, PICTURES.get(None))
+            request = request_of(prompt_ids, sampling_params, self._limits, multi_modal, IMAGES.get(None))
             return await ask(request)
         except Exception as error:
             await self._server.failed.remote(described(error))
@@ -109,11 +109,11 @@ class SeerClient(LLMServerClient):
 
 
 class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # Ray's own forbids heirs
-    """Tells the client the prompt and session of a request; each picture is processed once here."""
+    """Tells the client the prompt and session of a request; each image is processed once here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pictures = Pictures.of(self.processor)
+        self._images = Images.of(self.processor)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **rest: Any
@@ -124,7 +124,7 @@ class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  #
         index = str(plain(trajectory["sample_index"]))
         key = GroupKey(int(plain(trajectory["step"])), validate, index, int(prompt.pop(COPY)))
         sessions = Sessions(key, n, partial(self.llm_client.submit, step=key.step))
-        PICTURES.set(self._pictures)
+        IMAGES.set(self._images)
         GROUP.set((key, sessions))  # each prompt has a task, and so a context, of its own
         await super()._run_prompt(prompt, sampling_params, trajectory, **rest)
 
@@ -169,10 +169,10 @@ class SeerAgentLoopManager(AgentLoopManagerTQ):
 
 
 def named(value: Any) -> str:
-    """Return what JSON has in place of a value: of a picture what its pixels are, not where it lies."""
+    """Return what JSON has in place of a value: of an image what its pixels are, not where it lies."""
     if isinstance(value, bytes):
         return hashlib.blake2b(value, digest_size=32).hexdigest()
-    return picture_digest(value).hex() if hasattr(value, "getpalette") else str(value)
+    return image_digest(value).hex() if hasattr(value, "getpalette") else str(value)
 
 
 def plain(value: Any) -> Any:

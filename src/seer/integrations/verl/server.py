@@ -21,7 +21,7 @@ from seer.common.errors import InvalidField, RolloutFailed, SeerError
 from seer.common.sleep import SleepState, SleepTag
 from seer.integrations.verl.config import ROLLOUT, Limits, Settings, check_rollout, sampling_params, settings
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
-from seer.integrations.verl.pictures import Pictures
+from seer.integrations.verl.images import Images
 from seer.integrations.verl.turns import Session, Turns
 
 PACKAGE = "seer.integrations.verl"
@@ -98,14 +98,14 @@ def request_of(
     given: Mapping[str, Any],
     limits: Limits,
     multi_modal: Mapping[str, Sequence[object] | None],
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> Request:
     """Return what a call of `generate` asks for. Raises `InvalidField`.
 
-    `multi_modal` has the prompt's data by kind, of which Seer takes images, if there are `pictures`.
+    `multi_modal` has the prompt's data by kind, of which Seer takes images, if `images` prepares them.
     """
     ids = tuple(int(token) for token in tokens)
-    taken = ("images",) if pictures is not None else ()
+    taken = ("images",) if images is not None else ()
     for kind, each in multi_modal.items():
         if each and kind not in taken:
             fix = (
@@ -114,10 +114,10 @@ def request_of(
                 else f"set {MANAGER} to {PACKAGE}.manager.SeerAgentLoopManager"
             )
             raise InvalidField(f"multi_modal_data[{kind!r}]", f"{len(each)} {kind}", fix)
-    if pictures is None:
+    if images is None:
         return Request(ids, sampling_params(given, len(ids), limits))
-    placed = pictures.located(ids, multi_modal.get("images"))
-    biases = pictures.biases | dict(given.get("logit_bias") or {})
+    placed = images.located(ids, multi_modal.get("images"))
+    biases = images.biases | dict(given.get("logit_bias") or {})
     return Request(
         ids, sampling_params({**given, "logit_bias": biases}, len(ids), limits),
         tuple(each.on_wire for each in placed), tuple(each.image for each in placed),

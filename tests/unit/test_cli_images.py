@@ -1,4 +1,4 @@
-"""The pictures that lines of `seer rollout` name: which files are read, and what is refused, by line and field."""
+"""The images that lines of `seer rollout` name: which files are read, and what is refused, by line and field."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.rollout.files import read_prompts
-from seer.rollout.pictures import Pictures
+from seer.rollout.image_reader import ImageReader
 from seer.rollout.rollout_journal import prompts_digest
 
 Image = pytest.importorskip("PIL.Image")
@@ -18,7 +18,7 @@ PAD = 9
 
 
 class Processor:
-    """Four pixels are a patch, four patches a token; a picture's numbers are its own pixels."""
+    """Four pixels are a patch, four patches a token; an image's numbers are its own pixels."""
 
     image_token_id = PAD
     image_processor = SimpleNamespace(merge_size=2)
@@ -26,8 +26,8 @@ class Processor:
     def __call__(self, text, images, return_tensors):
         tokens = [3, *[PAD] * 4] * text[0].count("#")
         grids, rows = [], []
-        for picture in images:
-            pixels = np.asarray(picture, np.float32)
+        for image in images:
+            pixels = np.asarray(image, np.float32)
             assert pixels.shape == (8, 8, 3)
             grids.append([1, 4, 4])
             rows.append(pixels.reshape(16, 12))
@@ -44,19 +44,19 @@ def folder(tmp_path: Path) -> Path:
     for name, value in (("in/a.png", 10), ("in/deep/b.png", 20), ("outside.png", 30)):
         Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(tmp_path / name)
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "outside.png")
-    (tmp_path / "in" / "text.png").write_text("no picture")
+    (tmp_path / "in" / "text.png").write_text("no image")
     return tmp_path / "in"
 
 
 def read(folder, *records, processor=True):
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    pictures = Pictures(folder, None)
-    pictures._model, pictures._processor = folder, Processor() if processor else None
-    return read_prompts(path, None, pictures)
+    reader = ImageReader(folder, None)
+    reader._model, reader._processor = folder, Processor() if processor else None
+    return read_prompts(path, None, reader)
 
 
-def test_pictures_become_images_where_their_placeholders_stand(folder):
+def test_images_stand_where_their_placeholders_stand(folder):
     (line,) = read(folder, {"id": "a", "prompt": "# and #", "images": ["a.png", "deep/b.png"], "answer": 5})
     prompt = line.prompt
     assert prompt.token_ids.tolist() == [3, PAD, PAD, PAD, PAD, 3, PAD, PAD, PAD, PAD, 7]
@@ -65,9 +65,9 @@ def test_pictures_become_images_where_their_placeholders_stand(folder):
     assert prompt.metadata == {"answer": 5}
 
 
-def test_a_run_is_another_one_with_other_pictures(folder):
-    def digest(picture):
-        return prompts_digest(read(folder, {"id": "a", "prompt": "#", "images": [picture]}))
+def test_a_run_is_another_one_with_other_images(folder):
+    def digest(image):
+        return prompts_digest(read(folder, {"id": "a", "prompt": "#", "images": [image]}))
 
     assert digest("a.png") == digest("deep/../a.png") != digest("deep/b.png")
 
@@ -80,8 +80,8 @@ def test_a_run_is_another_one_with_other_pictures(folder):
         ({"images": ["/etc/passwd"]}, "images[0] = '/etc/passwd': give a file below the folder"),
         ({"images": ["http://localhost/a.png"]}, "nothing is fetched"),
         ({"images": ["file:///a.png"]}, "nothing is fetched"),
-        ({"images": ["a.png", "none.png"]}, "images[1] = 'none.png': cannot be read as a picture"),
-        ({"images": ["text.png"]}, "images[0] = 'text.png': cannot be read as a picture"),
+        ({"images": ["a.png", "none.png"]}, "images[1] = 'none.png': cannot be read as an image"),
+        ({"images": ["text.png"]}, "images[0] = 'text.png': cannot be read as an image"),
         ({"images": []}, "images = []: give a list of files"),
         ({"images": "a.png"}, "images = 'a.png': give a list of files"),
         ({"images": [3]}, "images = [3]: give a list of files"),
@@ -105,6 +105,6 @@ def test_images_need_a_model_with_a_processor(folder):
         read(folder, line, processor=False)
     path = folder / "prompts.jsonl"
     with pytest.raises(InvalidField, match="images need --model DIR"):
-        read_prompts(path, None, Pictures(folder, None))
+        read_prompts(path, None, ImageReader(folder, None))
     with pytest.raises(InvalidField, match="takes prompts of text alone"):
         read_prompts(path, None)

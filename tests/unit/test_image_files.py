@@ -1,4 +1,4 @@
-"""Picture files: the list in `seer.client.picture_files`."""
+"""Image files: the list in `seer.client.image_files`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seer.client.picture_files import MAX_EXIF, MAX_PIXELS, decoded, opened
+from seer.client.image_files import MAX_EXIF, MAX_PIXELS, decoded, opened
 from seer.common.errors import InvalidField
 
 Image = pytest.importorskip("PIL.Image")
 
 
-def saved(picture: Any, kind: str = "PNG", **options: Any) -> bytes:
+def saved(image: Any, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -43,21 +43,21 @@ def read(source: bytes | Path) -> Any:
 
 
 def test_pixels_come_back_from_files_and_bytes(tmp_path: Path) -> None:
-    picture = noise()
-    (tmp_path / "a.png").write_bytes(saved(picture))
-    for source in (saved(picture), tmp_path / "a.png", saved(picture, "WEBP", lossless=True)):
+    image = noise()
+    (tmp_path / "a.png").write_bytes(saved(image))
+    for source in (saved(image), tmp_path / "a.png", saved(image, "WEBP", lossless=True)):
         found = read(source)
         assert found.mode == "RGB"
-        assert np.array_equal(found, picture)
-    assert read(saved(picture, "JPEG")).size == picture.size
+        assert np.array_equal(found, image)
+    assert read(saved(image, "JPEG")).size == image.size
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
 def test_other_modes_become_rgb_as_pil_does_it(mode: str) -> None:
-    picture = noise().convert(mode)
+    image = noise().convert(mode)
     if mode == "RGBA":
-        picture.putalpha(0)  # what shows through is kept
-    assert np.array_equal(read(saved(picture)), picture.convert("RGB"))
+        image.putalpha(0)  # what shows through is kept
+    assert np.array_equal(read(saved(image)), image.convert("RGB"))
 
 
 def moving(kind: str) -> bytes:
@@ -70,18 +70,18 @@ WHOLE = saved(noise(64, 64))
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "cannot be read as a picture: give PNG, JPEG, WEBP"),
-        (b"hello, world\n" * 100, "cannot be read as a picture"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as a picture"),
+        (b"", "cannot be read as an image: give PNG, JPEG, WEBP"),
+        (b"hello, world\n" * 100, "cannot be read as an image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as an image"),
         (saved(noise(), "GIF"), "give PNG, JPEG, WEBP"),
         (moving("GIF"), "give PNG, JPEG, WEBP"),
         (saved(noise(), "TIFF"), "give PNG, JPEG, WEBP"),
-        (moving("PNG"), "2 frames: give a picture of one frame"),
-        (moving("WEBP"), "2 frames: give a picture of one frame"),
+        (moving("PNG"), "2 frames: give an image of one frame"),
+        (moving("WEBP"), "2 frames: give an image of one frame"),
         (saved(Image.fromarray(np.zeros((2, 2), np.uint16))), "mode I;16: give 8 bits"),
         (png(8192, 8192, 1), f"8192 x 8192 pixels: give at most {MAX_PIXELS}"),
         (png(8192, 8192, 8192), f"8192 x 8192 pixels: give at most {MAX_PIXELS}"),
-        (png(2**20, 2**20, 1), "cannot be read as a picture"),  # PIL's own bound
+        (png(2**20, 2**20, 1), "cannot be read as an image"),  # PIL's own bound
         (WHOLE[: len(WHOLE) // 2], "damaged: cannot be read"),
         (saved(noise(64, 64), "JPEG")[:-500], "damaged: cannot be read"),
     ],
@@ -98,11 +98,11 @@ def test_no_pixel_is_decoded_before_the_size_was_checked() -> None:
     """A head that claims more or less than the file has is believed, as PIL does: what is missing is black."""
     assert read(png(8, 8, 4000)).size == (8, 8)
     assert not np.any(read(png(100, 100, 1)))
-    picture = opened(png(4096, 4096, 1), "field")
-    assert picture._im is None if hasattr(picture, "_im") else picture.im is None
+    image = opened(png(4096, 4096, 1), "field")
+    assert image._im is None if hasattr(image, "_im") else image.im is None
 
 
-def test_whatever_bytes_arrive_the_outcome_is_a_picture_or_invalid_field() -> None:
+def test_whatever_bytes_arrive_the_outcome_is_an_image_or_invalid_field() -> None:
     random = np.random.default_rng(5)
     files = [saved(noise(32, 32), kind) for kind in ("PNG", "JPEG", "WEBP")]
     read_well = 0
@@ -165,7 +165,7 @@ def test_an_orientation_of_very_many_numbers_is_refused(place: int) -> None:
 
 
 def test_what_encoders_write_is_much_less_work() -> None:
-    """The largest picture, in ten scans; chunks of 512 bytes, of which 32 MiB have as many as may be."""
+    """The largest image, in ten scans; chunks of 512 bytes, of which 32 MiB have as many as may be."""
     assert read(progressive(56, 2000)).size == (56, 56)
     data = saved(Image.new("L", (5792, 5792)), "JPEG", progressive=True)
     assert opened(data, "field").size == (5792, 5792)

@@ -1,4 +1,4 @@
-"""A model's own Hugging Face image processor: a picture's file becomes the tensors of an image."""
+"""A model's own Hugging Face image processor: an image file becomes tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from seer.client.image_files import PILImage, decoded, opened
 from seer.client.images import split
-from seer.client.picture_files import Picture, decoded, opened
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel, image_model
 from seer.common.prepared_image import PreparedImage
@@ -27,7 +27,7 @@ def model_of(folder: str) -> ImageModel | None:
         raise ConfigError(f"shared.model = {folder!r}: its config.json is no model's ({error!r})") from error
 
 
-class PictureProcessor:
+class ImageProcessor:
     """`model` and `processor` make tensors; without them, `problem` says why there are none."""
 
     def __init__(self, model: ImageModel | None, processor: Any, problem: str = "") -> None:  # noqa: ANN401 - a Hugging Face processor
@@ -36,7 +36,7 @@ class PictureProcessor:
         self._problem = problem
 
     @classmethod
-    def load(cls, folder: str) -> PictureProcessor:
+    def load(cls, folder: str) -> ImageProcessor:
         """Read a model's processor, if the model has images that can be run."""
         model = model_of(folder)
         if model is None:
@@ -51,7 +51,7 @@ class PictureProcessor:
 
     @property
     def made_by(self) -> dict[str, str]:
-        """What makes tensors of pictures: classes, and versions of packages."""
+        """What makes tensors of images: classes, and versions of packages."""
         kinds = {"processor": self._processor, "image_processor": self._processor.image_processor}
         found = {name: type(each).__name__ for name, each in kinds.items()}
         for name in _PACKAGES:
@@ -62,24 +62,24 @@ class PictureProcessor:
         return found
 
     def pixels(self, files: Iterable[tuple[str, bytes]]) -> int:
-        """Return the pixels of pictures, given with their fields; their heads alone are read.
+        """Return the pixels of images, given with their fields; their heads alone are read.
 
         Raises `InvalidField`.
         """
-        return sum(picture.width * picture.height for picture in (self._opened(*each) for each in files))
+        return sum(image.width * image.height for image in (self._opened(*each) for each in files))
 
     def prepared(self, field: str, data: bytes) -> PreparedImage:
-        """Return the image of a picture's file. Raises `InvalidField` naming `field`."""
-        picture = self._opened(field, data)
-        whole = decoded(picture, field)
+        """Return the image of a file, prepared. Raises `InvalidField` naming `field`."""
+        image = self._opened(field, data)
+        whole = decoded(image, field)
         try:
             (prepared,) = split(self._processor.image_processor(images=[whole], return_tensors="pt"))
             cast("ImageModel", self._model).check(prepared)
         except (InvalidField, ValueError) as error:  # as for an aspect ratio that the model does not take
-            raise InvalidField(field, f"{picture.width} x {picture.height} pixels", str(error)) from error
+            raise InvalidField(field, f"{image.width} x {image.height} pixels", str(error)) from error
         return prepared
 
-    def _opened(self, field: str, data: bytes) -> Picture:
+    def _opened(self, field: str, data: bytes) -> PILImage:
         if self._model is None:
             raise InvalidField(field, "an image", self._problem)
         return opened(data, field)

@@ -1,7 +1,7 @@
-"""In veRL's environment: what its own code makes of pictures, and what engines would get; prints JSON.
+"""In veRL's environment: what its own code makes of images, and what engines would get; prints JSON.
 
-`picture_inputs.py MODEL PICTURE...`: prompts by veRL's builder of tokens, and its trainer's inputs by its agent
-loop worker's method, on a processor whose pictures are processed once.
+`image_inputs.py MODEL IMAGE...`: prompts by veRL's builder of tokens, and its trainer's inputs by its agent
+loop worker's method, on a processor whose images are processed once.
 """
 
 import json
@@ -15,17 +15,17 @@ from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from seer.integrations.verl.config import Limits
-from seer.integrations.verl.pictures import Pictures
+from seer.integrations.verl.images import Images
 from seer.integrations.verl.server import request_of
 
 model, *files = sys.argv[1:]
 tokenizer, processor = hf_tokenizer(model), hf_processor(model)
-pictures = Pictures.of(processor)
+images = Images.of(processor)
 shown = [Image.open(file).convert("RGB") for file in files]
 builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen2_vl", processor=processor)
 parts = [{"type": "text", "text": "a"}, *({"type": "image", "image": each} for each in shown)]
 ids = builder.build_initial_tokens([{"role": "user", "content": parts}], images=shown)
-request = request_of(ids, {}, Limits(64, 24), {"images": shown}, pictures)
+request = request_of(ids, {}, Limits(64, 24), {"images": shown}, images)
 
 
 loop = SimpleNamespace(processor=processor, tokenizer=tokenizer, _get_mm_processor_kwargs=lambda _: {})

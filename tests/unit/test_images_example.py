@@ -1,4 +1,4 @@
-"""The example of numbers in pictures: glyphs, pictures, what is read, and that what is shipped belongs together."""
+"""The example of numbers in images: glyphs, images, what is read, and that what is shipped belongs together."""
 
 import importlib.util
 import json
@@ -50,17 +50,17 @@ def test_no_glyph_is_anothers():
     assert {glyph.shape for glyph in GLYPHS} == {(GLYPH_HEIGHT, GLYPH_WIDTH)}
 
 
-def test_a_picture_shows_its_numbers_whole_and_no_others(monkeypatch):
+def test_an_image_shows_its_numbers_whole_and_no_others(monkeypatch):
     monkeypatch.setattr(drawing, "NOISE", 0)
     sizes = set()
     for seed in range(200):
         rng = Random(seed)
         numbers = [rng.randint(1, 12) for _ in range(3 + seed % 2)]
-        picture, cells = draw(rng, numbers)
-        pixels = np.asarray(picture)
-        sizes.add(picture.size)
+        image, cells = draw(rng, numbers)
+        pixels = np.asarray(image)
+        sizes.add(image.size)
         colours, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-        rows = (pixels != colours[counts.argmax()]).any(axis=2).reshape(-1, CELL, picture.width)
+        rows = (pixels != colours[counts.argmax()]).any(axis=2).reshape(-1, CELL, image.width)
         assert sorted(int(number) for number in map(digits, rows) if number) == sorted(numbers), seed
         begins = np.reshape(cells, (len(rows), -1))
         assert [row.max() for row in begins] == [int(digits(row) or 0) for row in rows], seed
@@ -71,8 +71,8 @@ def test_a_picture_shows_its_numbers_whole_and_no_others(monkeypatch):
     assert len(sizes) == 9
 
 
-def test_a_picture_follows_from_the_seed_and_has_noise_of_its_own():
-    one, again, other = (np.asarray(draw(Random(seed), [3, 4, 5]).picture) for seed in (1, 1, 2))
+def test_an_image_follows_from_the_seed_and_has_noise_of_its_own():
+    one, again, other = (np.asarray(draw(Random(seed), [3, 4, 5]).image) for seed in (1, 1, 2))
     assert np.array_equal(one, again)
     assert one.shape != other.shape or not np.array_equal(one, other)
     assert len(np.unique(one.reshape(-1, 3), axis=0)) > 100
@@ -98,13 +98,13 @@ def test_a_longer_or_shorter_list_of_numbers_is_not_read_rightly():
         assert not reading.read_rightly(problem, text)
 
 
-def test_shipped_pictures_are_those_that_the_script_draws_and_fit_the_problems():
+def test_shipped_images_are_those_that_the_script_draws_and_fit_the_problems():
     assert len(LINES) == 64
     for number, line in enumerate(LINES):
         problem = task.Problem(tuple(line["numbers"]), line["target"])
         assert line["prompt"] == reading.prompt(problem)
         (name,) = line["images"]
-        again = draw(Random(f"{reading.SEED}/{number}"), problem.numbers).picture
+        again = draw(Random(f"{reading.SEED}/{number}"), problem.numbers).image
         assert np.array_equal(np.asarray(Image.open(EXAMPLE / name)), np.asarray(again))
     held_out = [json.loads(line) for line in (reading.COUNTDOWN / "prompts.jsonl").read_text().splitlines()]
     assert [(line["numbers"], line["target"]) for line in LINES] == [
@@ -114,9 +114,9 @@ def test_shipped_pictures_are_those_that_the_script_draws_and_fit_the_problems()
 
 def test_the_shipped_processor_gives_each_cell_a_token_and_resizes_nothing(processor):
     for line in LINES:
-        with Image.open(EXAMPLE / line["images"][0]) as picture:
-            width, height = picture.size
-            tokens, (placed,), inputs = prepare(processor, line["prompt"], [picture.convert("RGB")])
+        with Image.open(EXAMPLE / line["images"][0]) as image:
+            width, height = image.size
+            tokens, (placed,), inputs = prepare(processor, line["prompt"], [image.convert("RGB")])
         cells = width // CELL * (height // CELL)
         assert tokens == [
             IDS[word]

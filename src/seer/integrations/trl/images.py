@@ -1,7 +1,7 @@
-"""The pictures of a trainer's prompts: each is processed once for a call of the trainer.
+"""The images of a trainer's prompts: each is processed once for a call of the trainer.
 
-Invariants (tests/unit/test_trl_pictures.py):
-- the tokens of prompts, the engines and TRL's own forward pass have one processing of each picture;
+Invariants (tests/unit/test_trl_images.py):
+- the tokens of prompts, the engines and TRL's own forward pass have one processing of each image;
 - afterwards the processor has its own image processor again, and nothing is kept.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from seer.common.errors import InvalidField
 from seer.common.prepared_image import PreparedImage
-from seer.integrations.pictures import Once
+from seer.integrations.images import Once
 from seer.integrations.trl.turns import Context
 
 
-class Pictures:
+class Images:
     """Those of a trainer whose `processing_class` is `processor`; of a tokenizer, there are none."""
 
     def __init__(self, processor: Any) -> None:  # noqa: ANN401 - Hugging Face's
@@ -26,7 +26,7 @@ class Pictures:
 
     @contextlib.contextmanager
     def processed_once(self) -> Iterator[None]:
-        """Have each picture processed once until the end of the context."""
+        """Have each image processed once until the end of the context."""
         own = getattr(self._processor, "image_processor", None)
         if own is None:
             yield

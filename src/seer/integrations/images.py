@@ -1,11 +1,11 @@
-"""Pictures of a trainer's prompts, each processed once: for the engines and for the trainer's forward pass.
+"""Images of a trainer's prompts, each processed once: for the engines and for the trainer's forward pass.
 
 Trainers have a processor make tokens of prompts and, later, tensors for their forward pass. A stand-in for
 its image processor gives both, and the engines, one processing.
 
-Invariants (tests/unit/test_verl_pictures.py, tests/unit/test_trl_pictures.py):
+Invariants (tests/unit/test_verl_images.py, tests/unit/test_trl_images.py):
 - what engines get and what the forward pass gets are the same tensors, to the last bit;
-- a picture is processed once, however many samples show it, for as long as it is known: pictures are told
+- an image is processed once, however many samples show it, for as long as it is known: images are told
   apart by their pixels;
 - at most `most` bytes are known; what was used longest ago is forgotten first.
 """
@@ -32,7 +32,7 @@ NEVER = -100.0
 
 
 class Once:
-    """Stands in for an image processor; the first answer for a picture is the answer ever after."""
+    """Stands in for an image processor; the first answer for an image is the answer ever after."""
 
     def __init__(self, image_processor: Any, most: int | None = None) -> None:  # noqa: ANN401 - Hugging Face's
         self._own = image_processor
@@ -52,29 +52,29 @@ class Once:
         return copy.copy, (self._own,)
 
     def __call__(self, images: Any, *, return_tensors: Any = None, **options: Any) -> Any:  # noqa: ANN401
-        """Return what the image processor returns for a batch, put together from its pictures' parts."""
+        """Return what the image processor returns for a batch, put together from its images' parts."""
         import torch
         from transformers import BatchFeature
 
-        found = [self._processed(picture, options)[0] for picture in _flat(images)]
+        found = [self._processed(image, options)[0] for image in _flat(images)]
         data = {name: torch.cat([each[name] for each in found]) for name in found[0]}
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def prepared(self, picture: Any) -> PreparedImage:  # noqa: ANN401 - PIL's
-        """Return a picture as engines get it."""
-        return self._processed(picture, {})[1]
+    def prepared(self, image: Any) -> PreparedImage:  # noqa: ANN401 - PIL's
+        """Return an image as engines get it."""
+        return self._processed(image, {})[1]
 
-    def located(self, processor: Any, tokens: Sequence[int], pictures: Sequence[Any] | None) -> list[Placed]:  # noqa: ANN401
-        """Return pictures where they stand in tokens. Raises `InvalidField` for others than stand there."""
-        return locate(processor, tokens, [self.prepared(each) for each in pictures or ()])
+    def located(self, processor: Any, tokens: Sequence[int], images: Sequence[Any] | None) -> list[Placed]:  # noqa: ANN401
+        """Return images where they stand in tokens. Raises `InvalidField` for others than stand there."""
+        return locate(processor, tokens, [self.prepared(each) for each in images or ()])
 
-    def _processed(self, picture: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], PreparedImage]:  # noqa: ANN401
-        key = picture_digest(picture)
+    def _processed(self, image: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], PreparedImage]:  # noqa: ANN401
+        key = image_digest(image)
         with self._lock:
             if key in self._done:
                 self._done.move_to_end(key)
                 return self._done[key]
-            made = self._own(images=[picture], return_tensors="pt", **options)
+            made = self._own(images=[image], return_tensors="pt", **options)
             (prepared,) = split(made, type(self._own).__name__)
             self._done[key] = made, prepared
             self._bytes += prepared.size
@@ -90,18 +90,18 @@ def placeholder_biases(processor: Any) -> dict[int, float]:  # noqa: ANN401 - Hu
     return {token: NEVER for token in tokens if isinstance(token, int)}
 
 
-def picture_digest(picture: Any) -> bytes:  # noqa: ANN401 - PIL's
-    """Return what tells a picture from others. Raises `InvalidField` for what is none of PIL's."""
+def image_digest(image: Any) -> bytes:  # noqa: ANN401 - PIL's
+    """Return what tells an image from others. Raises `InvalidField` for what is none of PIL's."""
     from PIL.Image import Image
 
-    if not isinstance(picture, Image):
-        fix = "give pictures as PIL has them, as `datasets.Image()` decodes them"
-        raise InvalidField("images", type(picture).__name__, fix)
-    head = repr((picture.mode, picture.size, picture.getpalette(), picture.info.get("transparency")))
-    return hashlib.blake2b(head.encode() + b"\0" + picture.tobytes(), digest_size=32).digest()
+    if not isinstance(image, Image):
+        fix = "give images as PIL has them, as `datasets.Image()` decodes them"
+        raise InvalidField("images", type(image).__name__, fix)
+    head = repr((image.mode, image.size, image.getpalette(), image.info.get("transparency")))
+    return hashlib.blake2b(head.encode() + b"\0" + image.tobytes(), digest_size=32).digest()
 
 
-def _flat(images: Any) -> Iterable[Any]:  # noqa: ANN401 - pictures, in lists of lists
+def _flat(images: Any) -> Iterable[Any]:  # noqa: ANN401 - images, in lists of lists
     if isinstance(images, (list, tuple)):
         for each in images:
             yield from _flat(each)

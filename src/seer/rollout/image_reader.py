@@ -1,8 +1,8 @@
-"""The pictures that prompt lines name, processed once by the model's own processor.
+"""The images that prompt lines name, processed once by the model's own processor.
 
-Invariants (tests/unit/test_cli_pictures.py):
+Invariants (tests/unit/test_cli_images.py):
 - only files below the folder of the prompts are read: no URL, no absolute path, no link that leads outside;
-- the processor is loaded when the first line names pictures.
+- the processor is loaded when the first line names images.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from seer.client.image_files import PILImage, decoded, opened
 from seer.client.images import Processed, prepare
-from seer.client.picture_files import Picture, decoded, opened
 from seer.common.errors import InvalidField
 
 
-class Pictures:
+class ImageReader:
     """`root`: the folder of the prompts; `model`: a Hugging Face model folder, None if there is none."""
 
     def __init__(self, root: Path, model: Path | None) -> None:
@@ -24,16 +24,16 @@ class Pictures:
         self._processor: Any = None
 
     def prompt(self, text: str, names: object, field: str) -> Processed:
-        """Return a text's prompt with the pictures in these files. Raises `InvalidField` naming `field`."""
+        """Return a text's prompt with the images in these files. Raises `InvalidField` naming `field`."""
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise InvalidField(field, names, "give a list of files, as many as the text has placeholders")
-        pictures = [self._open(name, f"{field}[{place}]") for place, name in enumerate(names)]
+        images = [self._open(name, f"{field}[{place}]") for place, name in enumerate(names)]
         try:
-            return prepare(self._loaded(field), text, pictures)
+            return prepare(self._loaded(field), text, images)
         except InvalidField as error:
             raise InvalidField(f"{field}: {error.field}", names, error.fix) from error
 
-    def _open(self, name: str, field: str) -> Picture:
+    def _open(self, name: str, field: str) -> PILImage:
         path = (self._root / name).resolve()
         if "://" in name or not path.is_relative_to(self._root):
             raise InvalidField(field, name, "give a file below the folder of the prompts; nothing is fetched")

@@ -1,4 +1,4 @@
-"""Pictures of TRL's prompts: the list in `seer.integrations.trl.pictures`, with real processors."""
+"""Images of TRL's prompts: the list in `seer.integrations.trl.images`, with real processors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pictures
+import prepared_images
 import pytest
 import vision_chats
-from vision_models import picture
+from vision_models import pil_image
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs torchvision", allow_module_level=True)
@@ -24,7 +24,7 @@ if importlib.util.find_spec("torchvision") is None:
 from transformers import AutoProcessor
 
 from seer.common.errors import InvalidField
-from seer.integrations.trl.pictures import Pictures
+from seer.integrations.trl.images import Images
 from seer.integrations.trl.settings import check_supported, sampling_params
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def messages(*shown: object) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
-    """As TRL calls a processor: for the prompts' tokens, then for its forward pass, with copies of pictures."""
+    """As TRL calls a processor: for the prompts' tokens, then for its forward pass, with copies of images."""
     processor = vision_chats.processor(family)
     own = processor.image_processor
     calls = []
@@ -47,9 +47,14 @@ def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
     monkeypatch.setattr(
         type(own), "__call__", lambda self, *a, **k: calls.append(1) or process(self, *a, **k)
     )
-    shown = [[picture(1)], [picture(1)], [picture(2, 24, 40), picture(1)], [picture(3).convert("L")]]
+    shown = [
+        [pil_image(1)],
+        [pil_image(1)],
+        [pil_image(2, 24, 40), pil_image(1)],
+        [pil_image(3).convert("L")],
+    ]
     prompts = [messages("a", *each, "b") for each in shown]
-    shared = Pictures(processor)
+    shared = Images(processor)
     with shared.processed_once():
         ids = processor.apply_chat_template(
             conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -80,11 +85,11 @@ def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
     assert plain["input_ids"].tolist() == forward["input_ids"].tolist()
 
 
-def test_palettes_and_transparency_tell_pictures_apart():
+def test_palettes_and_transparency_tell_images_apart():
     processor = vision_chats.processor()
-    one, other = picture(1).convert("P"), picture(1).convert("P")
+    one, other = pil_image(1).convert("P"), pil_image(1).convert("P")
     other.putpalette([255 - value for value in other.getpalette()])
-    shared = Pictures(processor)
+    shared = Images(processor)
     with shared.processed_once():
         once = processor.image_processor
         assert once.prepared(one).name != once.prepared(other).name
@@ -94,25 +99,25 @@ def test_palettes_and_transparency_tell_pictures_apart():
 
 def test_what_does_not_fit_is_refused_by_name():
     processor = vision_chats.processor()
-    shared = Pictures(processor)
+    shared = Images(processor)
     assert shared.contexts([[1, 2]], None) == ([((1, 2), ())], {})
     with pytest.raises(InvalidField, match="give them to a trainer with a processor"):
-        shared.contexts([[1, 2]], [[picture(1)]])
+        shared.contexts([[1, 2]], [[pil_image(1)]])
     with shared.processed_once():
         with pytest.raises(InvalidField, match=r"images\[0\] = '6 tokens': the text has no place for it"):
-            shared.contexts([[1, 2]], [[picture(1)]])
-        with pytest.raises(InvalidField, match=r"images = 'str': give pictures as PIL has them"):
+            shared.contexts([[1, 2]], [[pil_image(1)]])
+        with pytest.raises(InvalidField, match=r"images = 'str': give images as PIL has them"):
             shared.contexts([[1, 2]], [["https://example.org/a.png"]])
         with pytest.raises(InvalidField, match="places for more than 0 images"):
             shared.contexts([[1, processor.image_token_id]], [None])
-    with Pictures(SimpleNamespace()).processed_once():
+    with Images(SimpleNamespace()).processed_once():
         pass
 
 
 def test_an_error_gives_the_processor_its_own_image_processor_back():
     processor = vision_chats.processor()
     own = processor.image_processor
-    with pytest.raises(ZeroDivisionError), Pictures(processor).processed_once():
+    with pytest.raises(ZeroDivisionError), Images(processor).processed_once():
         raise ZeroDivisionError
     assert processor.image_processor is own
 
@@ -121,7 +126,7 @@ def test_a_processor_is_saved_with_its_own_image_processor(tmp_path):
     """As a checkpoint is that a trainer writes while it generates."""
     processor = vision_chats.processor()
     own = processor.image_processor
-    with Pictures(processor).processed_once():
+    with Images(processor).processed_once():
         processor.save_pretrained(tmp_path)
         for found in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):
             assert type(found.image_processor) is type(own)
@@ -172,6 +177,6 @@ def test_images_of_all_processes_come_together_in_the_main_one_alone(tmp_path):
         for rank in range(2)
     ]
     first, second = (json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks)
-    made = [pictures.picture(seed) for seed in range(3)]
+    made = [prepared_images.prepared(seed) for seed in range(3)]
     assert first == {each.name: each.data.tobytes().hex() for each in made}
     assert second == {made[at].name: made[at].data.tobytes().hex() for at in (0, 2)}

@@ -1,4 +1,4 @@
-"""A reward for runs on pictures, whatever they show: what depends on the response alone."""
+"""A reward for runs on images, whatever they show: what depends on the response alone."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):

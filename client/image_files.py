@@ -1,13 +1,13 @@
-"""Pictures in files and in requests, opened only if they are what they may be.
+"""Image files, of users and in requests, opened only if they are what they may be.
 
-Invariants (tests/unit/test_picture_files.py):
-- a picture is PNG, JPEG or WebP, has one frame, 8 bits for each color and at most `MAX_PIXELS`; all others
+Invariants (tests/unit/test_image_files.py):
+- an image is PNG, JPEG or WebP, has one frame, 8 bits for each color and at most `MAX_PIXELS`; all others
   are refused by name before any pixel is decoded;
 - so is a file that is much work for its pixels: scans that each go over all of them, parts that are read one
   by one, EXIF entries of millions of numbers, which may follow the pixels. What is left takes seconds at
   most, as the most pixels do (bench/services/http_bodies.py);
 - it stands as its EXIF orientation says, and is RGB, as `datasets` and transformers' `load_image` have it;
-- whatever bytes arrive, the outcome is a picture or `InvalidField`.
+- whatever bytes arrive, the outcome is an image or `InvalidField`.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 
 from seer.common.errors import InvalidField
 
-Picture = Any
-"""A PIL picture."""
+PILImage = Any
+"""An image of PIL."""
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 MAX_PIXELS = 2**25
-"""Bound on a picture's pixels, 33 million, which take 100 MB decoded: a small file may claim any number."""
+"""Bound on an image's pixels, 33 million, which take 100 MB decoded: a small file may claim any number."""
 
 MAX_SCANNED = 2**30
-"""Bound on pixels times scans of a progressive JPEG: 32 scans of the largest picture; encoders make ten."""
+"""Bound on pixels times scans of a progressive JPEG: 32 scans of the largest image; encoders make ten."""
 
 MAX_PARTS = 2**16
 """Bound on the parts of a file (chunks of a PNG, markers of a JPEG), beside a JPEG's data: PIL reads each in
 Python. A part of encoders has 4 KB and more."""
 
 MAX_EXIF = 2**20
-"""Bound on a picture's EXIF entries, in bytes: PIL makes an object of each number of the orientation."""
+"""Bound on an image's EXIF entries, in bytes: PIL makes an object of each number of the orientation."""
 
 _EXIF = ("exif", "Raw profile type exif")
 """Where PIL has them."""
 
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
-"""What sets a picture upright, by its EXIF orientation."""
+"""What sets an image upright, by its EXIF orientation."""
 
 _ORIENTATION = 0x0112
 
@@ -54,8 +54,8 @@ _ALONE = {0x00, 0x01, 0xFF, *range(0xD0, 0xDA)}
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 
 
-def opened(source: bytes | Path, field: str) -> Picture:
-    """Return a picture of which the head alone is read. Raises `InvalidField` naming `field`."""
+def opened(source: bytes | Path, field: str) -> PILImage:
+    """Return an image of which the head alone is read. Raises `InvalidField` naming `field`."""
     from PIL import Image
 
     shown = source.name if isinstance(source, Path) else f"{len(source)} bytes"
@@ -63,27 +63,27 @@ def opened(source: bytes | Path, field: str) -> Picture:
         data = source.read_bytes() if isinstance(source, Path) else source
         if _parts(data) > MAX_PARTS:
             raise InvalidField(field, shown, f"has more than {MAX_PARTS} parts: write it anew")
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
-        frames = getattr(picture, "n_frames", 1)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        frames = getattr(image, "n_frames", 1)
     except InvalidField:
         raise
     except Exception as error:  # a decoder says no in its own ways
-        fix = f"cannot be read as a picture: give {', '.join(FORMATS)} ({error})"
+        fix = f"cannot be read as an image: give {', '.join(FORMATS)} ({error})"
         raise InvalidField(field, shown, fix) from error
     if frames != 1:
-        raise InvalidField(field, f"{frames} frames", "give a picture of one frame: nothing that moves")
-    if picture.mode not in _MODES:
-        raise InvalidField(field, f"mode {picture.mode}", "give 8 bits for each color")
-    width, height = picture.size
+        raise InvalidField(field, f"{frames} frames", "give an image of one frame: nothing that moves")
+    if image.mode not in _MODES:
+        raise InvalidField(field, f"mode {image.mode}", "give 8 bits for each color")
+    width, height = image.size
     if width * height > MAX_PIXELS:
         fix = f"give at most {MAX_PIXELS} pixels, or make it smaller first"
         raise InvalidField(field, f"{width} x {height} pixels", fix)
-    scans = data.count(_SCAN) if picture.format == "JPEG" else 1
+    scans = data.count(_SCAN) if image.format == "JPEG" else 1
     if scans * width * height > MAX_SCANNED:
         most = MAX_SCANNED // (width * height)
         fix = f"give a JPEG of at most {most}, or one that is not progressive"
         raise InvalidField(field, f"{scans} scans", fix)
-    return picture
+    return image
 
 
 def _parts(data: bytes) -> int:
@@ -102,22 +102,22 @@ def _parts(data: bytes) -> int:
     return parts
 
 
-def decoded(picture: Picture, field: str) -> Picture:
-    """Return an opened picture with its pixels, upright, in RGB. Raises `InvalidField` naming `field`.
+def decoded(image: PILImage, field: str) -> PILImage:
+    """Return an opened image with its pixels, upright, in RGB. Raises `InvalidField` naming `field`.
 
     `ImageOps.exif_transpose` does the same, and writes the file's other EXIF entries anew: hours of work.
     """
     from PIL import Image
 
     try:
-        picture.load()  # entries may follow the pixels
-        exif = max(len(picture.info.get(name, "")) for name in _EXIF)
+        image.load()  # entries may follow the pixels
+        exif = max(len(image.info.get(name, "")) for name in _EXIF)
         if exif > MAX_EXIF:
             raise InvalidField(field, f"{exif} bytes of EXIF", f"give at most {MAX_EXIF}, or none")
-        turn = _TURNS.get(picture.getexif().get(_ORIENTATION, 1))
-        upright = picture.transpose(Image.Transpose[turn]) if turn else picture
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        upright = image.transpose(Image.Transpose[turn]) if turn else image
         return upright.convert("RGB")
     except InvalidField:
         raise
     except Exception as error:
-        raise InvalidField(field, "damaged", f"cannot be read as a picture: {error}") from error
+        raise InvalidField(field, "damaged", f"cannot be read as an image: {error}") from error
