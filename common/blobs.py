@@ -141,7 +141,7 @@ class Blob:
         self.note(whole=False)
 
     def note(self, *, whole: bool) -> None:
-        """Write the notes; `whole`: all bytes are there, for a later life of this process. Blocks."""
+        """Write the notes; `whole`: all bytes are there, for a later incarnation of this process. Blocks."""
         notes = json.dumps({"size": self.size, "token": self.token, "whole": whole}).encode()
         write_at(self.folder / NOTES, 0, np.frombuffer(notes, np.uint8), os.O_CREAT | os.O_TRUNC)
 

@@ -255,8 +255,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     request-steps, each of which generates one token and may verify drafts; of `drafted_tokens`,
     `accepted_tokens` were accepted. `draft_seconds` of `step_seconds` were spent drafting. `best_rate` is the
     highest tokens/s over a second of steps, `token_seconds_alone` the least seconds per token of a request
-    that ran alone; 0: not measured yet; the buffer tells the best of all lives of an instance. `encoder_runs`
-    counts images that the vision encoder computed.
+    that ran alone; 0: not measured yet; the buffer tells the best of all incarnations of an instance.
+    `encoder_runs` counts images that the vision encoder computed.
     """
 
     steps: Count = 0

@@ -22,7 +22,7 @@ from itertools import count
 from seer.common import wire
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
-from seer.services.buffer.events import Joined, ToLife
+from seer.services.buffer.events import Joined, ToIncarnation
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.context.context_machine import EstimateMachine
@@ -171,7 +171,7 @@ class Cluster:
                     self._dispatch(item)
                 case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                     self._learn(item)
-                case ToLife(message=wire.Refused(message=why)):
+                case ToIncarnation(message=wire.Refused(message=why)):
                     raise ValueError(f"the buffer refused prompts: {why}")
 
     def _learn(self, event: wire.BufferPublished) -> None:

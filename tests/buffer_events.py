@@ -16,8 +16,8 @@ LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=200
 
 def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
     machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}))
-    for life, name in enumerate(engines):
-        machine.apply(orders.joined(name, CAPACITY, -life), 0.0)
+    for incarnation, name in enumerate(engines):
+        machine.apply(orders.joined(name, CAPACITY, -incarnation), 0.0)
     return machine
 
 
@@ -59,9 +59,9 @@ def run_to_end(machine, out, now=1.0):
     return out, kept
 
 
-def die(machine, name, life):
+def die(machine, name, incarnation):
     out = machine.apply(Left([name], died=True), 1.0)
     check(machine)
-    out += machine.apply(orders.joined(name, CAPACITY, life), 1.0)
+    out += machine.apply(orders.joined(name, CAPACITY, incarnation), 1.0)
     check(machine)
     return out

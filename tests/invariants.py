@@ -50,8 +50,8 @@ def check(machine: RequestMachine) -> None:
         assert sum(places) == 1, (request_id, places)
         assert not request.instance or request.instance in machine.instances, request_id
         assert request.view.remaining > 0 or request.finish, request_id
-        for life in request.deaths:
-            assert request_id in machine.deaths._dead_lives[life], request_id
+        for incarnation in request.deaths:
+            assert request_id in machine.deaths._dead_incarnations[incarnation], request_id
         if request.alone:
             assert machine.instances[request.instance].chunks == 1, request_id
             assert request.instance == machine.scheduler.emptied, request_id
@@ -62,9 +62,9 @@ def check(machine: RequestMachine) -> None:
 
 
 def check_deaths(machine: RequestMachine) -> None:
-    for life, request_ids in machine.deaths._dead_lives.items():
-        assert request_ids, life
-        assert all(life in machine.requests[request_id].deaths for request_id in request_ids), life
+    for incarnation, request_ids in machine.deaths._dead_incarnations.items():
+        assert request_ids, incarnation
+        assert all(incarnation in machine.requests[request_id].deaths for request_id in request_ids)
 
 
 def check_trajectories(registry: GroupRegistry) -> None:

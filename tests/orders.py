@@ -3,13 +3,21 @@
 from seer.common import wire
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity
-from seer.services.buffer.events import FromEngine, FromTrainer, Joined, ToEngine, ToLife, ToTrainer, Weights
+from seer.services.buffer.events import (
+    FromEngine,
+    FromTrainer,
+    Joined,
+    ToEngine,
+    ToIncarnation,
+    ToTrainer,
+    Weights,
+)
 from seer.services.buffer.requests.events import ChunkEnded
 
 
 def pick(out, kind):
     """Return the instructions of a kind, or the messages of a kind that instructions send."""
-    said = [item.message if isinstance(item, ToEngine | ToTrainer | ToLife) else item for item in out]
+    said = [item.message if isinstance(item, ToEngine | ToTrainer | ToIncarnation) else item for item in out]
     return [item for item in said if isinstance(item, kind)]
 
 
@@ -20,7 +28,7 @@ def receivers(out, kind):
 
 def kinds(out):
     """Return the names of instructions, or of the messages that they send."""
-    said = [item.message if isinstance(item, ToEngine | ToTrainer | ToLife) else item for item in out]
+    said = [item.message if isinstance(item, ToEngine | ToTrainer | ToIncarnation) else item for item in out]
     return [type(item).__name__ for item in said]
 
 
@@ -57,11 +65,11 @@ def dropped_chunk(instance, request_id, attempt):
     return ToEngine(instance, wire.DropChunk(request_id=request_id, attempt=attempt))
 
 
-def refused(life, rollout_id, prompt_ids, code, message, submission=0):
+def refused(address, rollout_id, prompt_ids, code, message, submission=0):
     answer = wire.Refused(
         code=code, message=message, rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission
     )
-    return ToLife(life, answer)
+    return ToIncarnation(address, answer)
 
 
 def opened(group_id, size, prompt_len, cap, shared_id="", first=0):
@@ -88,7 +96,7 @@ OF_START = Weights(0, "")
 
 
 def joined(
-    instance, capacity=NO_ROOM, life=0, weights=OF_START, node="", weights_endpoint="", sleeping=(),
+    instance, capacity=NO_ROOM, incarnation=0, weights=OF_START, node="", weights_endpoint="", sleeping=(),
     dropped=False, wish=0,
 ):  # fmt: skip
     register = wire.Register(
@@ -96,7 +104,7 @@ def joined(
         weights_source=weights.source, node=node, weights_endpoint=weights_endpoint, sleeping=list(sleeping),
         dropped_version=weights.version if dropped else -1, wish=wish,
     )  # fmt: skip
-    return Joined(instance, register, life)
+    return Joined(instance, register, incarnation)
 
 
 # --- weights -------------------------------------------------------------------------------

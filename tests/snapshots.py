@@ -21,6 +21,6 @@ def ordered(machine: BufferMachine) -> list[list[object]]:
     scheduler, deaths = requests.scheduler, requests.deaths
     groups = (registry.rollouts, registry.groups, registry.held, registry.finished, registry._partial.items())
     running = (requests._running[name] for name in requests.instances)
-    waiting = (scheduler.queue, scheduler.suspects, deaths.lost_alone, deaths._dead_lives)
+    waiting = (scheduler.queue, scheduler.suspects, deaths.lost_alone, deaths._dead_incarnations)
     members = (rollout.members for rollout in registry.rollouts.values())
     return [list(each) for each in (*groups, *members, *running, *waiting, sleep._ordered, sleep._waiting)]

@@ -34,7 +34,7 @@ from seer.services.buffer.events import Weights
 from seer.services.buffer.log import rows, segments
 from seer.services.buffer.log.kept import KeptChunks, SoFar
 from seer.services.buffer.log.outage import check_room
-from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.snapshot import parse, restored, snapshot
 from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.requests import events
@@ -135,9 +135,9 @@ def row_costs(policy: str, count: int) -> dict[str, Any]:
 
 def replayed(folder: Path) -> dict[str, Any]:
     """Return the bytes of a row in a log of one segment, and how fast it is replayed."""
-    [[path]] = segments.lives(folder)
+    [[path]] = segments.incarnations(folder)
     start = time.thread_time()
-    number = sum(1 for _ in replay_life([path]))
+    number = sum(1 for _ in replay_incarnation([path]))
     spent = time.thread_time() - start
     size = path.stat().st_size - len(_first(path))
     return {"bytes_a_row": round(size / number, 1), "replayed_rows_a_second": round(number / spent)}

@@ -48,8 +48,8 @@ def bound_seconds(
     return lower_bound(tokens, longest, capacity, alone)
 
 
-def best_of_lives(stats: InstanceStats, before: InstanceStats | None) -> InstanceStats:
-    """Return an instance's statistics with the best speeds that it has shown, in this life or `before`."""
+def best_of_incarnations(stats: InstanceStats, before: InstanceStats | None) -> InstanceStats:
+    """Return an instance's statistics with the best speeds that this incarnation has shown, or `before`."""
     if before is None:
         return stats
     alone = [each.token_seconds_alone for each in (stats, before) if each.token_seconds_alone]

@@ -90,8 +90,8 @@ class RolloutEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout was like whose responses have all finished: its tokens, and the longest response's.
 
     `tail_seconds` went from the finish of nine tenths of its responses to that of the last. `efficiency`: the
-    least time that the work of this life of the buffer could take, by the speeds that engines have shown and
-    for how much of `seconds` each was there, as a share of `seconds`; None: unknown.
+    least time that the work of this incarnation of the buffer could take, by the speeds that engines have
+    shown and for how much of `seconds` each was there, as a share of `seconds`; None: unknown.
     """
 
     seconds: float

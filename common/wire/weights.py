@@ -177,7 +177,8 @@ class Sleep(Message, tag=True):
 
     `level`: see `SleepLevel`; for sleep only. `tags`: what to wake; empty: all that sleeps; for waking only.
     `wish`: to an engine, the trainers' wish that it comes to by this; 0: more orders follow. From a trainer,
-    the wish that an earlier life of the buffer answered, and `tags` are what slept then; it gets no answer.
+    the wish that an earlier incarnation of the buffer answered, and `tags` what slept then; it gets no
+    answer.
     """
 
     asleep: bool

@@ -92,8 +92,8 @@ class BufferMachine:
 
     def _joined(self, event: Joined) -> list[_Step]:
         known = self.engines.get(event.instance)
-        # The same life or another one: it no longer runs what was dispatched before.
-        gone = self._steps(Left([event.instance], known.life != event.life)) if known else []
+        # The same incarnation or another one: it no longer runs what was dispatched before.
+        gone = self._steps(Left([event.instance], known.incarnation != event.incarnation)) if known else []
         self.engines[event.instance] = event
         # Only the weights machine knows whether it has to load; sleep is decided after that.
         return [*gone, self._to_sleep(event), self._to_weights(event), self._to_sleep(Changed())]

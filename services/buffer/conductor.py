@@ -22,7 +22,16 @@ from seer.common.process.log import get_logger
 from seer.services.buffer import sleep_machine, views
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
 from seer.services.buffer.conversations import Conversations
-from seer.services.buffer.events import Drained, Joined, Left, Tick, ToEngine, ToLife, ToTrainer, Weights
+from seer.services.buffer.events import (
+    Drained,
+    Joined,
+    Left,
+    Tick,
+    ToEngine,
+    ToIncarnation,
+    ToTrainer,
+    Weights,
+)
 from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.kept import KeptChunks
@@ -63,8 +72,8 @@ class Recipients(Protocol):
     def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
         """Send to a trainer."""
 
-    def life(self, life: bytes, message: wire.BufferToTrainer) -> None:
-        """Send to this life of a trainer only."""
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
+        """Send to this incarnation of a trainer only."""
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Send to the context service."""
@@ -130,24 +139,24 @@ class Conductor:
 
     # --- engines and trainers --------------------------------------------------------------
 
-    def join(self, name: str, register: wire.Register, life: int) -> None:
+    def join(self, name: str, register: wire.Register, incarnation: int) -> None:
         """Register an engine, or register it again: then it no longer runs what was dispatched to it."""
         self._engines.received(name)
         if register.node == node_id():  # it reads the spool's files itself, and would send over this network
             register = structs.replace(register, weights_endpoint="")
-        self.apply(Joined(name, register, life))
+        self.apply(Joined(name, register, incarnation))
 
     def received_from_engine(self, name: str) -> None:
         """Note that an engine sent a message, so it is not silent."""
         if name in self.machine.engines:
             self._engines.received(name)
 
-    def received_from_trainer(self, life: bytes, session: int) -> None:
+    def received_from_trainer(self, address: bytes, session: int) -> None:
         """Note that a trainer sent a message. In a new `session` of the hub, earlier messages were lost."""
-        self._trainers.received(life)
-        if self._sessions.get(life) != session:
-            self._sessions[life] = session
-            self._deliveries.reset(life)
+        self._trainers.received(address)
+        if self._sessions.get(address) != session:
+            self._sessions[address] = session
+            self._deliveries.reset(address)
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and remove them; unknown ones are ignored."""
@@ -174,14 +183,14 @@ class Conductor:
         """Check all deadlines."""
         now = self._clock.now()
         self.give_up(self._engines.tick(now), "silent")
-        for life in self._trainers.tick(now):
-            self.apply(events.TrainerLost(life))
+        for address in self._trainers.tick(now):
+            self.apply(events.TrainerLost(address))
         registry = self._requests.registry
-        owners = {rollout.life for rollout in registry.rollouts.values()}
-        owners.update(away.life for away in registry.trajectories.away.values())
-        for life in self._sessions.keys() - owners:  # it has no groups, so no messages that could be lost
-            del self._sessions[life]
-            self._trainers.forget(life)
+        owners = {rollout.address for rollout in registry.rollouts.values()}
+        owners.update(away.address for away in registry.trajectories.away.values())
+        for address in self._sessions.keys() - owners:  # it has no groups, so no messages that could be lost
+            del self._sessions[address]
+            self._trainers.forget(address)
         self.apply(Tick())
 
     # --- instructions to messages ------------------------------------------------------------
@@ -231,7 +240,7 @@ class Conductor:
             submission=item.submission,
             weight_version=live.version,
         )
-        self._out.life(item.life, generated)
+        self._out.incarnation(item.address, generated)
 
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]
@@ -247,10 +256,10 @@ class Conductor:
                 if isinstance(answer, wire.WeightsLive | wire.WeightsFailed):
                     self._log.info("weight update ended", outcome=item)
                 self._out.trainer(name, answer)
-            case ToLife(life, answer):
+            case ToIncarnation(address, answer):
                 if isinstance(answer, wire.Refused):
                     self._log_refusal(answer)
-                self._out.life(life, answer)
+                self._out.incarnation(address, answer)
             case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                 self._out.publish(item)
             case sleep_machine.GiveUp(name):
@@ -268,9 +277,9 @@ class Conductor:
                 self._out.engine(item.instance, chunk)
             case instructions.Restore(group_id):
                 self._store.restore(group_id, self._kept.restore(group_id), self._live())
-            case instructions.Deliver(life, group_id):
+            case instructions.Deliver(address, group_id):
                 size = self._store.tokens(group_id) * TOKEN_BYTES
-                self._deliver(self._deliveries.add(life, group_id, size))
+                self._deliver(self._deliveries.add(address, group_id, size))
                 self.conversations.answered(group_id, self._store.output(group_id))
             case instructions.Forget(group_id):
                 self._store.forget(group_id)
@@ -289,11 +298,11 @@ class Conductor:
         )
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
-        for life, group_id in ready:
+        for address, group_id in ready:
             group = self._requests.groups.get(group_id)
             if group is not None:  # else one of the next instructions is to forget it
-                self._out.life(life, views.progress(self._requests, group.rollout))
-                self._out.life(life, self._store.result(group))
+                self._out.incarnation(address, views.progress(self._requests, group.rollout))
+                self._out.incarnation(address, self._store.result(group))
 
 
 def _locate(request_id: str) -> tuple[str, int]:

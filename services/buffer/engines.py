@@ -1,7 +1,7 @@
 """The buffer's connections to engines: their messages become events, and messages to them are sent in order.
 
 Invariants (tests/unit/test_buffer_server.py, tests/cluster/test_rejoin.py):
-- a message from an earlier life of an engine does not count for the later one;
+- a message from an earlier incarnation of an engine does not count for the later one;
 - an engine that was removed has to register again before its messages count;
 - malformed results count as failed attempts of the requests that they name, and remove the engine: nothing
   else is affected.
@@ -18,7 +18,7 @@ from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.net.identity import Identity
 from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import Router
-from seer.common.policy.rollout_bound import best_of_lives
+from seer.common.policy.rollout_bound import best_of_incarnations
 from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer.buffer_machine import BufferMachine
@@ -27,13 +27,13 @@ from seer.services.buffer.events import FromEngine
 from seer.services.buffer.images.image_server import ImageServer
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.outgoing import Outgoing
-from seer.services.buffer.peers import check_register, handle_hello, life_of
+from seer.services.buffer.peers import check_register, handle_hello, incarnation_of
 from seer.services.buffer.requests import events
 from seer.services.buffer.weights.spool import Spool
 
 
 class EngineConnections:
-    """`stats` and `lives` (number of incarnations so far) are by engine name. Call `bind` before all else."""
+    """`stats` and `incarnations` (how many so far) are by engine name. Call `bind` before all else."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EngineConnections:
         self._log = get_logger()
         self._out, self._peers = out, out.engines
         self.stats: dict[str, InstanceStats] = {}
-        self.lives: Counter[str] = Counter()
+        self.incarnations: Counter[str] = Counter()
 
     def bind(self, router: Router) -> None:
         """Use this socket."""
@@ -74,7 +74,7 @@ class EngineConnections:
                 self.hub.dismiss(address)
                 continue
             if name not in self._weights:
-                self._peers.assign(name, address)  # the later life that held the name is gone again
+                self._peers.assign(name, address)  # the later incarnation that held the name is gone again
             session = self.hub.session(address)
             if isinstance(message, wire.Register):
                 self._peers.registered[address] = session
@@ -83,7 +83,7 @@ class EngineConnections:
                     # It was removed since it registered: it has to register again, but is asked only once.
                     self.hub.dismiss(address)
                 continue
-            if self._peers.address_of(name) == address:  # else: an earlier life of this engine
+            if self._peers.address_of(name) == address:  # else: an earlier incarnation of this engine
                 self._conductor.received_from_engine(name)
                 self._handle(name, address, message)
 
@@ -96,7 +96,7 @@ class EngineConnections:
             case wire.ChunkFailed():
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
-                self.stats[name] = best_of_lives(message.stats, self.stats.get(name))
+                self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))
                 self._conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
             case wire.WeightsPrepared() | wire.WeightsLoaded() | wire.Slept():
                 self._conductor.apply(FromEngine(name, message))
@@ -114,15 +114,15 @@ class EngineConnections:
         except InvalidField as error:
             self.hub.refuse(address, error)
             return
-        if self._out.registered_at.get(name) != address:  # each life has an address of its own
+        if self._out.registered_at.get(name) != address:  # each incarnation has an address of its own
             self._out.registered_at[name] = address
-            self.lives[name] += 1
+            self.incarnations[name] += 1
         if name not in self._weights:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
-        self._conductor.join(name, register, life_of(address))
-        gone = [other for other in self.lives if other not in self._weights]
-        for other in gone[: max(0, len(self.lives) - MAX_PEERS)]:
-            for table in (self.lives, self._out.registered_at, self.stats):
+        self._conductor.join(name, register, incarnation_of(address))
+        gone = [other for other in self.incarnations if other not in self._weights]
+        for other in gone[: max(0, len(self.incarnations) - MAX_PEERS)]:
+            for table in (self.incarnations, self._out.registered_at, self.stats):
                 table.pop(other, None)
 
     def _chunk_failed(self, name: str, failed: wire.ChunkFailed) -> None:

@@ -1,8 +1,8 @@
 """What passes between the buffer's machines and everybody else. Machines get events and return instructions.
 
 Messages without arrays are defined once, in `common/wire`: a machine gets them as `FromEngine` and
-`FromTrainer`, and returns them as `ToEngine`, `ToTrainer` and `ToLife`; those to the context service are
-instructions themselves. All that is defined here is a tagged array, so the log can write it as it is.
+`FromTrainer`, and returns them as `ToEngine`, `ToTrainer` and `ToIncarnation`; those to the context service
+are instructions themselves. All that is defined here is a tagged array, so the log can write it as it is.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Weights(Row, frozen=True):
 
 
 class Joined(Row, frozen=True):
-    """An engine registered, for the first time or again. `life` is a number that no other life of it has.
+    """An engine registered, for the first time or again; no other one of it has the number `incarnation`.
 
     `weights_endpoint` in `register` is empty if others are not to copy streams of weights from it.
     """
 
     instance: str
     register: wire.Register
-    life: int = 0
+    incarnation: int = 0
 
     @property
     def dropped(self) -> bool:
@@ -106,8 +106,8 @@ class ToTrainer(Row, frozen=True):
     message: wire.WeightsLoading | wire.WeightsLive | wire.WeightsFailed | wire.Slept
 
 
-class ToLife(Row, frozen=True):
-    """Tell the life of a trainer that submitted prompts that they are accepted, or will not be completed."""
+class ToIncarnation(Row, frozen=True):
+    """Tell the trainer's incarnation that submitted prompts that they are accepted, or not completed."""
 
-    life: bytes
+    address: bytes
     message: wire.Accepted | wire.Refused

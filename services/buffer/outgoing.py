@@ -1,7 +1,7 @@
 """What the buffer sends: messages queued by the name or the address of who gets them. Nothing here waits.
 
 Invariants (tests/unit/test_buffer_server.py, tests/unit/test_outbox.py):
-- a message to a name goes to the life that holds it; one to a life that is gone is dropped;
+- a message to a name goes to the incarnation that holds it; one to an incarnation that is gone is dropped;
 - tokens of unfinished groups are left out for a trainer that does not keep up: its group has them, too.
 """
 
@@ -47,26 +47,26 @@ class Outgoing:
 
     def forget_engine(self, name: str) -> None:
         """Have an engine that was removed shake hands and register again before its messages count."""
-        address = self.registered_at.get(name)  # a later life may hold its name by now
+        address = self.registered_at.get(name)  # a later incarnation may hold its name by now
         if address is not None:
             self._engine_hub.dismiss(address)
 
     def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
-        """Queue a message to the life of a trainer that holds this name."""
+        """Queue a message to the incarnation of a trainer that holds this name."""
         address = self.trainers.address_of(name)
         if address is not None:
             self.to_trainers.put(address, message)
 
-    def life(self, life: bytes, message: wire.BufferToTrainer) -> None:
-        """Queue a message to a life of a trainer.
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
+        """Queue a message to an incarnation of a trainer.
 
-        Another life of it gets its finished groups when it submits them again under its name.
+        Another incarnation of it gets its finished groups when it submits them again under its name.
         """
-        if self.trainers.name_of(life) is None:
+        if self.trainers.name_of(address) is None:
             return
-        if isinstance(message, wire.TokensGenerated) and not self.to_trainers.keeps_up(life):
+        if isinstance(message, wire.TokensGenerated) and not self.to_trainers.keeps_up(address):
             return
-        self.to_trainers.put(life, message)
+        self.to_trainers.put(address, message)
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Queue a message to the context service."""

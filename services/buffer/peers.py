@@ -1,11 +1,11 @@
-"""Which peers are connected: the name of each address, and the address of the life that holds each name.
+"""Which peers are connected: the name of each address, and the address that holds each name.
 
 Invariants (tests/unit/test_outbox.py):
-- an earlier life never takes a name from a later one that is still connected and not silent for
-  `SILENT_SECONDS`. Only clocks say which life is later, and after a clock was set back a new life seems to be
-  an earlier one: it gets the name once the other is gone or silent;
-- a stall of this process does not count as silence: a life is silent only if another one that claims its name
-  sent several messages meanwhile, as messages of both are read in turn;
+- an earlier incarnation never takes a name from a later one that is still connected and not silent for
+  `SILENT_SECONDS`. Only clocks say which incarnation is later, and after a clock was set back a new
+  incarnation seems to be an earlier one: it gets the name once the other is gone or silent;
+- a stall of this process does not count as silence: an incarnation is silent only if another one that claims
+  its name sent several messages meanwhile, as messages of both are read in turn;
 - at most `MAX_PEERS` addresses are known; beyond that, the one that has been silent for longest is forgotten.
 """
 
@@ -33,17 +33,17 @@ MAX_VERSIONS = 64
 """Bound on the entries of `Register.versions`: every `Status` has them."""
 
 SILENT_SECONDS = 15.0
-"""A life that sends no `Hello` for this long loses its name to one that does. Peers send it every 5 s."""
+"""A peer that sends no `Hello` for this long loses its name to one that does. Peers send it every 5 s."""
 
 SILENT_HELLOS = 3
-"""`Hello`s that the other life must have sent in that time."""
+"""`Hello`s that the other incarnation must have sent in that time."""
 
 
-class _Life(msgspec.Struct):
-    """One life of a peer; `first_hello` and `last_hello` are times in monotonic seconds.
+class _Peer(msgspec.Struct):
+    """One incarnation of a peer; `first_hello` and `last_hello` are times in monotonic seconds.
 
-    If another life holds its name: `holder` is that life's incarnation and number of Hellos, as of this
-    life's last Hello; `claims` counts this life's Hellos since the holder's last one.
+    If another one holds its name: `holder` has that one's `incarnation` and number of Hellos, as of this
+    one's last Hello; `claims` counts this one's Hellos since the holder's last one.
     """
 
     name: str
@@ -56,75 +56,75 @@ class _Life(msgspec.Struct):
 
 
 class Peers:
-    """Lives of peers of one kind. Every `Hello` goes to `hello`; peers repeat it every few seconds.
+    """Incarnations of peers of one kind. Every `Hello` goes to `hello`; peers repeat it every few seconds.
 
-    `registered`: by address, the session of the hub in which that life registered last.
+    `registered`: by address, the session of the hub in which that incarnation registered last.
     """
 
     def __init__(self) -> None:
         self.registered: dict[bytes, int] = {}
-        self._lives: OrderedDict[bytes, _Life] = OrderedDict()
+        self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         self._addresses: dict[str, bytes] = {}
 
     def hello(self, address: bytes, hello: Hello, now: float) -> bytes | None:
-        """Note a `Hello`; return the address of the life that holds its name, None if it is this one now."""
-        life = self._lives.get(address)
-        first = life is None
-        life = life or _Life(hello.name, hello.incarnation, now, now)
-        life.last_hello, life.hellos = now, life.hellos + 1
-        self._lives[address] = life
-        self._lives.move_to_end(address)
+        """Note a `Hello`; return the address that holds its name, None if it is this one now."""
+        peer = self._peers.get(address)
+        first = peer is None
+        peer = peer or _Peer(hello.name, hello.incarnation, now, now)
+        peer.last_hello, peer.hellos = now, peer.hellos + 1
+        self._peers[address] = peer
+        self._peers.move_to_end(address)
         at = self._addresses.get(hello.name)
-        if at is None or at == address or self._takes(life, self._lives[at], first):
+        if at is None or at == address or self._takes(peer, self._peers[at], first):
             self._addresses[hello.name] = at = address
-        if len(self._lives) > MAX_PEERS:
-            self.remove(next(iter(self._lives)))
+        if len(self._peers) > MAX_PEERS:
+            self.remove(next(iter(self._peers)))
         return None if at == address else at
 
-    def _takes(self, life: _Life, holder: _Life, first: bool) -> bool:
-        if first and ids.not_before(life.incarnation, holder.incarnation):
+    def _takes(self, peer: _Peer, holder: _Peer, first: bool) -> bool:
+        if first and ids.not_before(peer.incarnation, holder.incarnation):
             return True
         state = holder.incarnation, holder.hellos
-        life.claims = life.claims + 1 if life.holder == state else 1
-        life.holder = state
-        return life.last_hello - holder.last_hello >= SILENT_SECONDS and life.claims >= SILENT_HELLOS
+        peer.claims = peer.claims + 1 if peer.holder == state else 1
+        peer.holder = state
+        return peer.last_hello - holder.last_hello >= SILENT_SECONDS and peer.claims >= SILENT_HELLOS
 
     def holder_may_be_dead(self, address: bytes) -> bool:
-        """Return whether another life holds this one's name but may be dead.
+        """Return whether another incarnation holds this one's name but may be dead.
 
-        It may be if it sent no `Hello` since shortly after this life's first one: the last messages of a dead
-        life can arrive late, after its network was cut for a while.
+        It may be if it sent no `Hello` since shortly after this incarnation's first one: the last messages of
+        a dead incarnation can arrive late, after its network was cut for a while.
         """
-        life = self._lives[address]
-        at = self._addresses.get(life.name)
+        peer = self._peers[address]
+        at = self._addresses.get(peer.name)
         if at is None or at == address:
             return False
-        return self._lives[at].last_hello < life.first_hello + CHECK_SECONDS
+        return self._peers[at].last_hello < peer.first_hello + CHECK_SECONDS
 
     def remove(self, address: bytes) -> None:
-        """Remove a life; an unknown one is ignored."""
-        life = self._lives.pop(address, None)
+        """Remove an incarnation; an unknown one is ignored."""
+        peer = self._peers.pop(address, None)
         self.registered.pop(address, None)
-        if life is not None and self._addresses.get(life.name) == address:
-            del self._addresses[life.name]
+        if peer is not None and self._addresses.get(peer.name) == address:
+            del self._addresses[peer.name]
 
     def name_of(self, address: bytes) -> str | None:
-        """Return the name of the life at an address; None: there is none."""
-        return self._lives[address].name if address in self._lives else None
+        """Return the name of the incarnation at an address; None: there is none."""
+        return self._peers[address].name if address in self._peers else None
 
     def address_of(self, name: str) -> bytes | None:
-        """Return the address of the life that holds a name; None: there is none."""
+        """Return the address of the incarnation that holds a name; None: there is none."""
         return self._addresses.get(name)
 
     def assign(self, name: str, address: bytes) -> None:
-        """Give a name to the life at an address, even if another one holds it."""
+        """Give a name to the incarnation at an address, even if another one holds it."""
         self._addresses[name] = address
 
 
 async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: Hello, clock: Clock) -> None:
-    """Add a life to `peers`; it gets its name if no other life holds it, or that one's connection is gone.
+    """Add an incarnation to `peers`; it gets its name if no other has it, or the other's connection is gone.
 
-    A life that may have missed messages, or whose messages were ignored, has to shake hands again.
+    An incarnation that may have missed messages, or whose messages were ignored, has to shake hands again.
     """
     had_no_name = peers.name_of(address) is not None and peers.address_of(hello.name) != address
     holder = peers.hello(address, hello, clock.now())
@@ -136,8 +136,8 @@ async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: 
         hub.dismiss(address)  # what it sent before was ignored: it has to start again
 
 
-def life_of(address: bytes) -> int:
-    """Return a number for the life at an address: each life has an address of its own."""
+def incarnation_of(address: bytes) -> int:
+    """Return a number for the incarnation at an address, another one than its `Hello` has."""
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little")
 
 

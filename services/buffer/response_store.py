@@ -126,7 +126,7 @@ class Store:
         return len(group.prompt.tokens) + sum(len(each.tokens) for each in group.outputs.values()) // 4
 
     def restore(self, group_id: str, outputs: Outputs, weights: Weights) -> None:
-        """Set the outputs of a group to what an earlier life of the buffer kept of them."""
+        """Set the outputs of a group to what an earlier incarnation of the buffer kept of them."""
         group = self._groups[group_id]
         group.weights = weights
         group.outputs = {index: _output(*arrays) for index, arrays in outputs.items()}

@@ -176,7 +176,7 @@ class BufferServer:
             self.me,
             self._services(),
             stats=self._engines.stats,
-            lives=self._engines.lives,
+            incarnations=self._engines.incarnations,
             counters=ChainMap(self._images.counters, self.conductor.conversations.counters),
             uptime=lambda: self._trainer_hub.uptime_seconds,
             sockets=self._sockets,
@@ -252,7 +252,8 @@ class BufferServer:
             holds_name = self._trainers.address_of(name) == address
             if not holds_name and not isinstance(message, wire.Hello | wire.Goodbye):
                 if not self._trainers.holder_may_be_dead(address):  # else it is refused once that is known
-                    other = f"another life of trainer {name} is connected: give each client a name of its own"
+                    fix = "give each client a name of its own"
+                    other = f"another incarnation of trainer {name} is connected: {fix}"
                     await self._trainer_hub.reply(
                         address, wire.Refused(code=RequestRefused.code, message=other)
                     )
@@ -343,8 +344,8 @@ class BufferServer:
                     self._out.engine(name, wire.Ping())
             if self._out.to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
-                    if self._out.to_trainers.keeps_up(rollout.life):
-                        self._out.life(rollout.life, views.progress(self.machine, rollout))
+                    if self._out.to_trainers.keeps_up(rollout.address):
+                        self._out.incarnation(rollout.address, views.progress(self.machine, rollout))
 
     async def _publish(self) -> None:
         while True:

@@ -11,12 +11,12 @@ Invariants (tests/property/test_sleep_machine.py):
 - an engine is brought to the state that was last requested in single steps, each answered before the next;
 - every request is answered by one `Slept`; an engine that does not answer by its deadline is removed, and a
   trainer gets the answer that engines are awake only if one is registered;
-- until a first engine joins, a request waits for `GRACE_SECONDS`: engines of an earlier life of the buffer
-  register again within that time, and an answer before that would say nothing about them;
-- an engine that joins is brought to the state that was last requested, in this life of the buffer or an
-  earlier one: every request that is taken is a wish with a number, greater than all before it. Engines report
-  the last wish that they came to, trainers repeat the last one that was answered, and the greatest counts;
-  but a request to this life counts before all of earlier ones;
+- until a first engine joins, a request waits for `GRACE_SECONDS`: engines of an earlier incarnation of the
+  buffer register again within that time, and an answer before that would say nothing about them;
+- an engine that joins is brought to the state that was last requested, in this incarnation of the buffer or
+  an earlier one: every request that is taken is a wish with a number, greater than all before it. Engines
+  report the last wish that they came to, trainers repeat the last one that was answered, and the greatest
+  counts; but a request to this incarnation counts before all of earlier ones;
 - where no engine knows of a wish (on its way to its first one), a buffer that got no request takes over the
   state of its engines: as long as all of them sleep, that of the one that sleeps least.
 """
@@ -66,13 +66,13 @@ Instruction = ToEngine | ToTrainer | GiveUp
 class SleepMachine(msgspec.Struct):
     """See the module's docstring. All of its state is in its fields, so it is its own snapshot.
 
-    `seconds`: how long an engine may take to sleep or to wake. Wishes of this life are numbered from
-    `first_wish` on, which is greater in later lives.
+    `seconds`: how long an engine may take to sleep or to wake. Wishes of this incarnation are numbered from
+    `first_wish` on, which is greater in later incarnations.
     """
 
     seconds: float = 600.0
     wanted: SleepState = SleepState.AWAKE
-    """What is to sleep as soon as it can: as last requested, or as it is with engines of an earlier life."""
+    """What is to sleep as soon as it can: as last requested, or as engines of an earlier incarnation are."""
     _requested: bool = False
     """Whether a trainer has requested anything yet."""
     _requested_at: float = 0.0
@@ -159,9 +159,9 @@ class SleepMachine(msgspec.Struct):
         return []
 
     def _learn(self, wish: int, state: SleepState, level: SleepLevel) -> None:
-        """Follow a wish of an earlier life, unless a later one is known.
+        """Follow a wish of an earlier incarnation, unless a later one is known.
 
-        What this life was asked is later, even if a clock that was set back gave it the smaller number.
+        What this incarnation was asked is later, even if a clock set back gave it the smaller number.
         """
         if wish == self._wish and not self._requested:
             self._level = max(self._level, level)  # an engine that had no weights dropped none
@@ -173,7 +173,7 @@ class SleepMachine(msgspec.Struct):
             self._take_over(wish, state, level)
 
     def _take_over(self, wish: int, state: SleepState, level: SleepLevel) -> None:
-        """Want what was wanted in an earlier life."""
+        """Want what was wanted in an earlier incarnation."""
         self._wish, self.wanted, self._level = wish, state, level
 
     def _forget(self, instance: str) -> None:

@@ -1,8 +1,8 @@
 """What the buffer's machines did, for operators: distributions of times and lengths, losses, ended rollouts.
 
 It watches: events and the instructions that they led to go in, nothing comes out that a decision depends on.
-So it is no part of the machines' state or of their snapshots, and starts anew with each life of the buffer,
-as counters of processes do.
+So it is no part of the machines' state or of their snapshots, and starts anew with each incarnation of the
+buffer, as counters of processes do.
 
 Invariants (tests/property/test_buffer_machine.py asserts them, by tests/invariants.py):
 - it is a function of the events, their times, and the machines' instructions and state;
@@ -36,7 +36,7 @@ from seer.common.wire import (
     WeightsPrepared,
 )
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
-from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToLife
+from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
 
@@ -60,7 +60,7 @@ _OVER = -1.0
 class _Group:
     """A group: since when each request waits or runs, its chunks, and how many requests have not ended.
 
-    `since` is empty until the group is opened. `had`: tokens that an earlier life of the buffer had kept.
+    `since` is empty until the group is opened. `had`: tokens that an earlier incarnation had kept.
     """
 
     rollout: _Rollout
@@ -74,7 +74,7 @@ class _Group:
 class _Rollout:
     """A rollout. `times`: when responses finished, unless it is open; `groups`: those that have not ended.
 
-    `made` and `longest_made`: as `tokens` and `longest`, without what an earlier life of the buffer had kept.
+    `made` and `longest_made`: as `tokens` and `longest`, without what an earlier incarnation had kept.
     """
 
     rollout_id: str
@@ -162,7 +162,7 @@ class Statistics:
                     self._open(item, now)
                 case instructions.Restore():
                     self._restore(item.group_id, now)
-                case ToLife(message=Refused() as answer):
+                case ToIncarnation(message=Refused() as answer):
                     names = [ids.group_id(answer.rollout_id, each) for each in answer.prompt_ids]
                     refused |= dict.fromkeys(names, answer.code)
                 case instructions.Forget():
@@ -189,7 +189,7 @@ class Statistics:
             group.chunks = array("l", [0]) * item.size
 
     def _restore(self, group_id: str, now: float) -> None:
-        """Leave out what had finished in an earlier life of the buffer, which counted it."""
+        """Leave out what had finished in an earlier incarnation of the buffer, which counted it."""
         for index in range(len(self._groups[group_id].since) if group_id in self._groups else 0):
             request = self._request(group_id, index)
             if request is None:

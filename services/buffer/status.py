@@ -61,7 +61,7 @@ class LoopLag:
 
 
 class Sources:
-    """What the rest of the buffer knows: by engine, statistics and lives; and more."""
+    """What the rest of the buffer knows: by engine, statistics and incarnations so far; and more."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Sources:
         services: dict[str, str],
         *,
         stats: Mapping[str, InstanceStats],
-        lives: Mapping[str, int],
+        incarnations: Mapping[str, int],
         counters: Mapping[str, int],
         uptime: Callable[[], float],
         sockets: Callable[[], Mapping[str, Mapping[str, int]]],
         outages: Callable[[], Mapping[str, Outage | None]],
     ) -> None:
         self.me, self.services = me, services
-        self.stats, self.lives, self.counters = stats, lives, counters
+        self.stats, self.incarnations, self.counters = stats, incarnations, counters
         self.uptime, self.sockets, self.outages = uptime, sockets, outages
 
 
@@ -195,7 +195,7 @@ class StatusDesk:
                 chunks=view.chunks,
                 reserved_blocks=view.reserved_blocks,
                 versions=self._machine.engines[view.name].register.versions,
-                restarts=of.lives[view.name] - 1,
+                restarts=of.incarnations[view.name] - 1,
             )
             for view in self._machine.requests.instances.values()
         ]

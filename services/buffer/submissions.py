@@ -92,7 +92,7 @@ def parts(
 
 def event(
     trainer: str,
-    life: bytes,
+    address: bytes,
     submit: wire.Submit,
     prompts: Mapping[str, SubmittedPrompt],
     store: Store,
@@ -119,7 +119,7 @@ def event(
     ]
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.submission, params_digest, life, submit.open,
+        submit.submission, params_digest, address, submit.open,
     )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
 from seer.services.buffer.log.outage import RETRY_SECONDS
-from seer.services.buffer.log.replay import replay_life
-from seer.services.buffer.log.segments import lives
+from seer.services.buffer.log.replay import replay_incarnation
+from seer.services.buffer.log.segments import incarnations
 
 MIB = 2**20
 DISK_MIB = 64
@@ -280,8 +280,8 @@ async def log() -> None:
             assert await rolling == expected
             machine = cluster.services["buffer"].machine
             assert machine.counters["restored"] == sum(each.view.generated for each in requests) > 1500
-        first, second = lives(folder / "log")
+        first, second = incarnations(folder / "log")
         for paths in (first, second):
-            assert list(replay_life(paths))
+            assert list(replay_incarnation(paths))
         numbers = [int(path.stem.rpartition("-")[2]) for path in first]
         assert numbers == [0, 2], "rows are missing between them"

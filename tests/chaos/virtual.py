@@ -46,9 +46,9 @@ from seer.common.wire import codec
 from seer.services.buffer import conductor
 from seer.services.buffer.images import image_server
 from seer.services.buffer.log import writer
-from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import LogError
-from seer.services.buffer.log.segments import lives
+from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
 from seer.services.dgds import server as dgds_server
@@ -260,9 +260,9 @@ def _judge(world: World, outcome: Outcome) -> None:
 
 def _replayed(world: World) -> Iterator[str]:
     """Run the log of every life of the buffer through the machines again; yield what they answer otherwise."""
-    for paths in lives(world.logs):
+    for paths in incarnations(world.logs):
         try:
-            deque(replay_life(paths), maxlen=0)
+            deque(replay_incarnation(paths), maxlen=0)
         except LogError as error:
             yield f"replay: {error}"
 

@@ -272,7 +272,7 @@ class World:
         unknown = self.plan.clocks and any(
             not each.kind.startswith("kill") for each in self._between(trainer)
         )
-        seems_earlier = unknown and re.search("another life of trainer|the client is closed", why)
+        seems_earlier = unknown and re.search("another incarnation of trainer|the client is closed", why)
         if self.away(trainer) < 40.0 and not (waits or seems_earlier):
             self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
 

@@ -9,9 +9,9 @@ from virtual_time import eventually, virtual
 
 from seer.common.config import BufferConfig
 from seer.common.errors import ConfigError
-from seer.services.buffer.log.replay import replay, replay_life
+from seer.services.buffer.log.replay import replay, replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
-from seer.services.buffer.log.segments import lives
+from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.request_machine import RequestMachine
 
@@ -104,12 +104,12 @@ def test_what_a_buffer_crashes_at_can_be_replayed(tmp_path, monkeypatch, logged)
     monkeypatch.setattr(RequestMachine, "_chunk_ended", faulty)
     crash(tmp_path / "seer-crash-log" if logged else "")
     [folder] = tmp_path.glob("seer-crash-*")
-    [paths] = lives(folder)
+    [paths] = incarnations(folder)
     with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* fails at .*\(faulty\): KeyError\('a bug'\)"):
-        list(replay_life(paths))
+        list(replay_incarnation(paths))
     monkeypatch.undo()
     with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* is answered by .*, in the log by nothing"):
-        list(replay_life(paths))
+        list(replay_incarnation(paths))
 
 
 @virtual

@@ -58,7 +58,7 @@ async def test_a_trainer_whose_name_is_in_use_hears_so(monkeypatch):
         jump(monkeypatch, -HOUR)
         async with cluster.client(name="t") as second, asyncio.timeout(12):
             rollout = await second.submit(PROMPTS, n=2, sampling=SAMPLING)
-            with pytest.raises(SeerError, match="another life of trainer t is connected"):
+            with pytest.raises(SeerError, match="another incarnation of trainer t is connected"):
                 await rollout.result()
         rollout = await first.submit(PROMPTS, n=2, sampling=SAMPLING)
         assert len(await rollout.result()) == len(PROMPTS)

@@ -183,7 +183,7 @@ def of_logs(folder: Folder) -> Iterator[Kind]:
         file.write_bytes(data)
         segments.submitted(file)
         segments.Pruner(where).prune()
-        return list(replay.replay_life([file]))
+        return list(replay.replay_incarnation([file]))
 
     yield Kind("buffer's log", files, read_log, JSON, weight=2)
     from seer.services.buffer.log.rows import Header

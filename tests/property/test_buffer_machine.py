@@ -29,7 +29,7 @@ from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, TurnSpec
 from seer.services.buffer.buffer_machine import BufferMachine
-from seer.services.buffer.events import Left, Tick, ToEngine, ToLife
+from seer.services.buffer.events import Left, Tick, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.turn_placement import key_of
@@ -62,7 +62,7 @@ class BufferModel(RuleBasedStateMachine):
         self.statistics = Statistics(BufferMachine(self.machine, WeightsMachine(), SleepMachine()))
         self.opened = self.dispatched = self.dropped = 0
         self.now = 0.0
-        self.prompts = self.lives = self.uses = 0
+        self.prompts = self.incarnations = self.uses = 0
         self.running: dict[tuple[str, int], instructions.Dispatch] = {}
         self.stale: list[instructions.Dispatch] = []
         self.kept: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class BufferModel(RuleBasedStateMachine):
                     for request in self.machine.groups[item.group_id].results:
                         assert self.kept[request.view.request_id] == request.view.generated
                         assert request.finish
-                case ToLife(message=wire.Refused() as told):
+                case ToIncarnation(message=wire.Refused() as told):
                     names = {(told.rollout_id, prompt, told.submission) for prompt in told.prompt_ids}
                     assert told.message
                     assert not refused & names
@@ -133,11 +133,11 @@ class BufferModel(RuleBasedStateMachine):
     )
     def join(self, name, blocks, again, image):
         self.lose([name])
-        self.lives += not again
+        self.incarnations += not again
         capacity = Capacity(
             kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200, image_tokens=image
         )
-        self.send(orders.joined(name, capacity, 10 * self.lives + NAMES.index(name)))
+        self.send(orders.joined(name, capacity, 10 * self.incarnations + NAMES.index(name)))
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
     def leave(self, names, died):
@@ -171,10 +171,10 @@ class BufferModel(RuleBasedStateMachine):
         self.uses += other
         self.asked[rollout] += other and not again
         version = -1 if ahead < 0 else self.machine.weight_version + ahead
-        life = f"{trainer}{self.uses}".encode()
+        address = f"{trainer}{self.uses}".encode()
         asked = self.asked[rollout]
         self.send(
-            events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life)
+            events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, address)
         )
 
     @rule(name=st.sampled_from(IMAGES))
@@ -212,10 +212,10 @@ class BufferModel(RuleBasedStateMachine):
         spec = events.GroupSpec(prompt, 7 + earlier + added, not again, None, "/g", index, turn)
         holding, open_before = registry.holding, set(self.machine.estimates)
         self.uses += 1
-        life = f"{trainer}life".encode()
+        address = f"{trainer}address".encode()
         self.send(
             events.GroupsSubmitted(
-                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, life, open=True
+                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, address, open=True
             )
         )
         opened = set(self.machine.estimates) - open_before
@@ -241,7 +241,7 @@ class BufferModel(RuleBasedStateMachine):
             self.send(
                 events.GroupsSubmitted(
                     rollout.trainer, rollout.rollout_id, 1, group.max_tokens, [spec], -1, self.uses, 0,
-                    f"{rollout.trainer}life".encode(), open=True,
+                    f"{rollout.trainer}address".encode(), open=True,
                 )
             )  # fmt: skip
             latest = registry.trajectories.latest.get(key, "")
@@ -269,10 +269,10 @@ class BufferModel(RuleBasedStateMachine):
         turn = TurnSpec(7, 3, 100, 0.0, name)
         spec = events.GroupSpec(prompt, 20, False, None, f"/{prompt}", 0, turn)
         self.uses += 1
-        life = f"{trainer}life".encode()
+        address = f"{trainer}address".encode()
         self.send(
             events.GroupsSubmitted(
-                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, life, open=True
+                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, address, open=True
             )
         )
         assert not [each for each in trajectories.away.values() if each.key[2] < 0]
@@ -297,7 +297,7 @@ class BufferModel(RuleBasedStateMachine):
 
     @rule(trainer=st.sampled_from(("t", "u")))
     def lose_trajectories(self, trainer):
-        self.send(events.TrainerLost(f"{trainer}life".encode()))
+        self.send(events.TrainerLost(f"{trainer}address".encode()))
         assert not [e for e in self.machine.registry.trajectories.away.values() if e.key[0] == trainer]
 
     @rule()

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.requests.deliveries import Deliveries
 
-LIVES = (b"t", b"u")
+ADDRESSES = (b"t", b"u")
 GROUPS = ("a", "b", "c", "d", "e")
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from(LIVES), st.sampled_from(GROUPS), st.integers(1, 150)),
+        st.tuples(st.just("add"), st.sampled_from(ADDRESSES), st.sampled_from(GROUPS), st.integers(1, 150)),
         st.tuples(st.just("forget"), st.sampled_from(GROUPS)),
-        st.tuples(st.just("reset"), st.sampled_from(LIVES)),
+        st.tuples(st.just("reset"), st.sampled_from(ADDRESSES)),
     ),
     max_size=40,
 )
@@ -29,39 +29,39 @@ def test_windows(events):
 
 def _play(events):
     machine = Deliveries()
-    waiting: dict[bytes, dict[str, int]] = {life: {} for life in LIVES}
-    sent: dict[bytes, dict[str, int]] = {life: {} for life in LIVES}
+    waiting: dict[bytes, dict[str, int]] = {address: {} for address in ADDRESSES}
+    sent: dict[bytes, dict[str, int]] = {address: {} for address in ADDRESSES}
 
     def gone(group):
-        for life in LIVES:
-            waiting[life].pop(group, None)
-            sent[life].pop(group, None)
+        for address in ADDRESSES:
+            waiting[address].pop(group, None)
+            sent[address].pop(group, None)
 
     for event in events:
         ready = []
         match event:
-            case ("add", life, group, size):
+            case ("add", address, group, size):
                 gone(group)
-                waiting[life][group] = size
-                ready = machine.add(life, group, size)
+                waiting[address][group] = size
+                ready = machine.add(address, group, size)
             case ("forget", group):
                 gone(group)
                 ready = machine.forget(group)
-            case ("reset", life):
-                machine.reset(life)
-                waiting[life].clear()
-                sent[life].clear()
-        for life, group in ready:
-            assert group == next(iter(waiting[life]))
-            sent[life][group] = waiting[life].pop(group)
-        for life in LIVES:
-            total = sum(sent[life].values())
-            assert total <= 100 or len(sent[life]) == 1
-            if waiting[life]:
-                assert sent[life]
-                assert total + next(iter(waiting[life].values())) > 100
-    for life in LIVES:
-        for group in [*sent[life], *waiting[life]]:
+            case ("reset", address):
+                machine.reset(address)
+                waiting[address].clear()
+                sent[address].clear()
+        for address, group in ready:
+            assert group == next(iter(waiting[address]))
+            sent[address][group] = waiting[address].pop(group)
+        for address in ADDRESSES:
+            total = sum(sent[address].values())
+            assert total <= 100 or len(sent[address]) == 1
+            if waiting[address]:
+                assert sent[address]
+                assert total + next(iter(waiting[address].values())) > 100
+    for address in ADDRESSES:
+        for group in [*sent[address], *waiting[address]]:
             machine.forget(group)
     assert not machine._owner
     assert not machine._windows

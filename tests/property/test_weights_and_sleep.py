@@ -108,10 +108,10 @@ class World:
     def now(self):
         return self.time
 
-    def life(self, life, message):
+    def incarnation(self, address, message):
         self.answers.append(message)
 
-    trainer = life
+    trainer = incarnation
 
     def publish(self, message):
         """Nobody listens."""

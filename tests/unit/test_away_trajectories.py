@@ -13,7 +13,7 @@ ESTIMATE = Estimate(50.0)
 
 
 def turn(prompt_id, *, generated=0, submission=1, idle_seconds=10.0):
-    rollout = RolloutState("r", "trainer", b"life", submission, 0, 0.0, open=True)
+    rollout = RolloutState("r", "trainer", b"address", submission, 0, 0.0, open=True)
     return GroupState(
         f"r/{prompt_id}", prompt_id, rollout, 1, 4, 16, submission=submission, shared_id="r/g",
         turn=TurnSpec(4, generated, 100, idle_seconds),

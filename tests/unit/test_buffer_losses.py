@@ -13,15 +13,15 @@ from seer.services.buffer.requests import instructions
 def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_others_finish():
     machine = make(engines=("a", "b"), chunk_size=16)
     out = submit(machine, "poison", "p", "q", "s", n=2, max_tokens=32)
-    lives, deaths, alone, kept = 10, 0, [], []
+    incarnations, deaths, alone, kept = 10, 0, [], []
     while machine.requests:
         assert deaths < 20
         poison = next((d for d in pick(out, instructions.Dispatch) if d.request_id == "r/poison#0"), None)
         if poison is not None:
-            deaths, lives = deaths + 1, lives + 1
+            deaths, incarnations = deaths + 1, incarnations + 1
             if machine.requests["r/poison#0"].alone:
                 alone.append(machine.instances[poison.instance].chunks)
-            news = die(machine, poison.instance, lives)
+            news = die(machine, poison.instance, incarnations)
             refused = pick(news, wire.Refused)
             out = [d for d in pick(out, instructions.Dispatch) if d.instance != poison.instance] + news
             if refused:
@@ -96,8 +96,8 @@ def suspects(*prompts):
     """Return a machine with one engine on which the requests are suspects."""
     machine = make(engines=("a",))
     submit(machine, *prompts, n=1)
-    for life in (100, 101, 102):
-        die(machine, "a", life)
+    for incarnation in (100, 101, 102):
+        die(machine, "a", incarnation)
     return machine
 
 
@@ -126,22 +126,23 @@ def test_a_suspect_that_was_set_aside_runs_alone_in_the_end():
     machine = make(engines=("small",))
     machine.apply(orders.joined("large", LARGE, 1), 0.0)
     submit(machine, "p", "q", n=1, prompt_len=1000)
-    for life in (2, 3, 4):
+    for incarnation in (2, 3, 4):
         machine.apply(Left(["large"], died=True), 1.0)
         assert len(machine.scheduler.parked) == 2
-        machine.apply(orders.joined("large", LARGE, life), 2.0)
+        machine.apply(orders.joined("large", LARGE, incarnation), 2.0)
         check(machine)
     assert machine.instances["large"].chunks == 1
     assert len(machine.scheduler.suspects) == 1
 
 
 def test_only_so_many_dead_engines_are_remembered(monkeypatch):
-    monkeypatch.setattr("seer.services.buffer.requests.engine_deaths.MAX_DEAD_LIVES", 1)
+    monkeypatch.setattr("seer.services.buffer.requests.engine_deaths.MAX_DEAD_INCARNATIONS", 1)
     machine = make(engines=("a", "b"))
     submit(machine, "p", n=2)
-    for name, life in (("a", 0), ("b", -1)):
+    for name, incarnation in (("a", 0), ("b", -1)):
         machine.apply(Left([name], died=True), 1.0)
-        assert all(life in machine.requests[name].deaths for name in machine.deaths._dead_lives[life])
+        dead = machine.deaths._dead_incarnations[incarnation]
+        assert all(incarnation in machine.requests[name].deaths for name in dead)
         check(machine)
     assert set().union(*(request.deaths for request in machine.requests.values())) == {-1}
 
@@ -149,8 +150,8 @@ def test_only_so_many_dead_engines_are_remembered(monkeypatch):
 def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     machine = make(engines=("a", "b"))
     submit(machine, "p", n=1)
-    for life in (11, 12, 13):
-        die(machine, machine.requests["r/p#0"].instance, life)
+    for incarnation in (11, 12, 13):
+        die(machine, machine.requests["r/p#0"].instance, incarnation)
     request = machine.requests["r/p#0"]
     assert request.alone
     machine.apply(Left([request.instance], died=True), 10.0)
@@ -159,14 +160,14 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     (refused,) = pick(machine.apply(Tick(), 41.0), wire.Refused)
     assert "on the last one alone" in refused.message
     check(machine)
-    assert not machine.deaths._dead_lives
+    assert not machine.deaths._dead_incarnations
 
 
 def followed(machine):
     """Have one run alone, end early, and another follow it on the same engine; return that one."""
     submit(machine, "p", "q", n=1)
-    for life in (1, 2, 3):
-        die(machine, "a", life)
+    for incarnation in (1, 2, 3):
+        die(machine, "a", incarnation)
     assert machine.requests["r/p#0"].alone
     machine.apply(orders.cancelled("t", "r", ["p"]), 1.0)
     request = machine.requests["r/q#0"]
@@ -192,8 +193,8 @@ def test_an_engine_that_ends_a_chunk_is_above_doubt():
 def test_a_stall_of_ones_own_accuses_nobody():
     machine = make(engines=("a",))
     submit(machine, "p", n=1)
-    for life in (1, 2, 3):
-        die(machine, "a", life)
+    for incarnation in (1, 2, 3):
+        die(machine, "a", incarnation)
     assert machine.requests["r/p#0"].alone
     machine.apply(Left(["a"], died=True), 1.0)
     machine.apply(Tick(), 1.5)

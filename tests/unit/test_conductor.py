@@ -57,8 +57,8 @@ class World:
 
     trainer = engine
 
-    def life(self, life, message):
-        self.sent.append((life.decode(), message))
+    def incarnation(self, address, message):
+        self.sent.append((address.decode(), message))
 
     def publish(self, message):
         self.sent.append(("", message))
@@ -231,8 +231,8 @@ def test_silence_and_another_registration_of_the_same_life_speak_against_nothing
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
-    for life in (2, 3, 4):
-        world.conductor.join("a", REGISTER, life)
+    for incarnation in (2, 3, 4):
+        world.conductor.join("a", REGISTER, incarnation)
     request = world.machine.requests["r/p#0"]
     for _ in range(2):
         assert request.alone
@@ -302,13 +302,13 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")
 
 
-@pytest.mark.parametrize(("life", "deaths"), [(1, 0), (2, 1)])
-def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
+@pytest.mark.parametrize(("incarnation", "deaths"), [(1, 0), (2, 1)])
+def test_an_engine_that_registers_again_in_its_life_has_not_died(incarnation, deaths):
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
     without = structs.replace(REGISTER, weight_version=-1)  # so it gets no work, which would clear it, too
-    world.conductor.join("a", without, life)
+    world.conductor.join("a", without, incarnation)
     assert len(world.machine.requests["r/p#0"].deaths) == deaths
 
 

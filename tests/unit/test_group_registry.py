@@ -25,8 +25,8 @@ def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
 def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
     machine = make(engines=())
     submit(machine, "p")
-    (answer,) = submit(machine, "p", "q", trainer="other", life=b"o")
-    assert (answer.life, answer.message.prompt_ids) == (b"o", ["p", "q"])
+    (answer,) = submit(machine, "p", "q", trainer="other", address=b"o")
+    assert (answer.address, answer.message.prompt_ids) == (b"o", ["p", "q"])
     assert "another trainer" in answer.message.message
     out = machine.apply(orders.joined("a", CAPACITY), 1.0)
     assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
@@ -35,9 +35,9 @@ def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
 def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
     machine = make(engines=("a",))
     (first,) = pick(
-        submit(machine, "p", n=1, submission=1, params_digest=10, life=b"1"), instructions.Dispatch
+        submit(machine, "p", n=1, submission=1, params_digest=10, address=b"1"), instructions.Dispatch
     )
-    out = submit(machine, "p", n=1, submission=2, params_digest=20, life=b"1")
+    out = submit(machine, "p", n=1, submission=2, params_digest=20, address=b"1")
     assert orders.dropped_chunk("a", first.request_id, first.attempt) in out
     assert [kind for kind in out if isinstance(kind, instructions.Forget | instructions.Take)] == [
         instructions.Forget("r/p"), instructions.Take("r/p", "p"),
@@ -95,9 +95,9 @@ def test_draining_finishes_what_was_accepted_and_gives_back_what_was_held():
 
 def test_a_trainer_that_is_lost_leaves_no_work():
     machine = make(engines=("a",))
-    submit(machine, "p", n=1, life=b"1")
-    submit(machine, "q", n=1, rollout="other", life=b"2")
-    submit(machine, "h", rollout="held", life=b"1", weight_version=9)
+    submit(machine, "p", n=1, address=b"1")
+    submit(machine, "q", n=1, rollout="other", address=b"2")
+    submit(machine, "h", rollout="held", address=b"1", weight_version=9)
     out = machine.apply(events.TrainerLost(b"1"), 1.0)
     assert len(pick(out, wire.DropChunk)) == 1
     assert set(machine.groups) == {"other/q"}
@@ -212,9 +212,9 @@ def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
 
 def test_neither_an_abort_nor_a_lost_trainer_costs_more_than_what_runs():
     machine = make(engines=("a",))
-    finished(machine, "done", life=b"1")
-    submit(machine, "runs", life=b"1")
-    submit(machine, "held", rollout="later", weight_version=3, life=b"2")
+    finished(machine, "done", address=b"1")
+    submit(machine, "runs", address=b"1")
+    submit(machine, "held", rollout="later", weight_version=3, address=b"2")
     machine.apply(events.RolloutsAborted("an update"), 1.0)
     assert set(machine.groups) == {"r/done", "later/held"}
     machine.apply(events.TrainerLost(b"1"), 1.0)
@@ -272,19 +272,19 @@ def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
 
 def test_a_submission_of_an_earlier_use_that_comes_late_changes_nothing():
     machine = make(engines=("a",))
-    submit(machine, "p", n=1, submission=5, params_digest=1, life=b"1")
+    submit(machine, "p", n=1, submission=5, params_digest=1, address=b"1")
     for params_digest in (1, 2):
-        assert submit(machine, "p", n=1, submission=4, params_digest=params_digest, life=b"1") == []
+        assert submit(machine, "p", n=1, submission=4, params_digest=params_digest, address=b"1") == []
     run_to_end(machine, [instructions.Dispatch("a", "r/p#0", machine.requests["r/p#0"].attempt, 16)])
     assert machine.groups["r/p"].submission == 5
     assert pick(
-        submit(machine, "p", n=1, submission=4, params_digest=1, life=b"2"), instructions.Deliver
+        submit(machine, "p", n=1, submission=4, params_digest=1, address=b"2"), instructions.Deliver
     )  # another life counts anew
 
 
 def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_other_content():
     machine = make(engines=("a",))
-    open_ = {"n": 1, "open": True, "life": b"1"}
+    open_ = {"n": 1, "open": True, "address": b"1"}
     submit(machine, "p", "q", submission=5, **open_)
     out = submit(machine, "p", submission=6, same=False, **open_)
     assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
@@ -302,11 +302,11 @@ def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_ot
 def test_groups_of_an_open_rollout_are_delivered_to_the_life_that_asked_for_them():
     machine = make(engines=("a",))
     open_ = {"n": 1, "max_tokens": 16, "open": True}
-    first, early = pick(submit(machine, "p", "q", submission=5, life=b"1", **open_), instructions.Dispatch)
-    submit(machine, "s", submission=6, life=b"1", **open_)
+    first, early = pick(submit(machine, "p", "q", submission=5, address=b"1", **open_), instructions.Dispatch)
+    submit(machine, "s", submission=6, address=b"1", **open_)
     assert pick(end(machine, first), instructions.Deliver) == [instructions.Deliver(b"1", "r/p")]
-    submit(machine, "u", submission=8, life=b"2", **open_)
-    submit(machine, "v", submission=9, life=b"2", **open_)
+    submit(machine, "u", submission=8, address=b"2", **open_)
+    submit(machine, "v", submission=9, address=b"2", **open_)
     assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this life
-    out = submit(machine, "q", submission=10, life=b"2", **open_)
+    out = submit(machine, "q", submission=10, address=b"2", **open_)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]

@@ -5,7 +5,7 @@ from log_lives import Life
 
 from seer.services.buffer.events import Tick
 from seer.services.buffer.log import segments, writer
-from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.requests import events
 
 
@@ -31,8 +31,8 @@ def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
     # The rule is applied when a segment begins: since then others may have been submitted.
     assert {("r6", 6), ("r7", 7), ("r8", 8)} <= set(found)
     assert ("r3", 3) not in found
-    [paths] = segments.lives(tmp_path)
-    list(replay_life(paths))
+    [paths] = segments.incarnations(tmp_path)
+    list(replay_incarnation(paths))
 
 
 def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
@@ -47,7 +47,7 @@ def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
 def test_as_long_as_there_are_few_rollouts_all_is_kept(tmp_path):
     for incarnation in range(1, 6):
         Life(tmp_path, incarnation=incarnation).log.close()
-    assert len(segments.lives(tmp_path)) == 5
+    assert len(segments.incarnations(tmp_path)) == 5
 
 
 def test_rollouts_of_all_lives_count(tmp_path):
@@ -65,7 +65,7 @@ def test_who_comes_back_to_a_rollout_keeps_what_its_earlier_life_wrote_of_it(tmp
         life.roll(number)
         life.log.close()
     Life(tmp_path, incarnation=5).log.close()
-    assert len(segments.lives(tmp_path)) == 5
+    assert len(segments.incarnations(tmp_path)) == 5
 
 
 def test_all_together_are_bounded_in_bytes(tmp_path, monkeypatch):
@@ -90,16 +90,16 @@ def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monke
     assert live.exists()
     first.tell(Tick())
     first.log.close()
-    assert [line.event for _, line in replay_life([live])][-1] == Tick()
+    assert [line.event for _, line in replay_incarnation([live])][-1] == Tick()
     Life(tmp_path, incarnation=3).log.close()
     assert [path.name[:16] for path in segments.segments(tmp_path)] == [f"{3:016x}"]
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_another_buffer_that_deletes_at_the_same_time_does_not_end_a_log(tmp_path, monkeypatch):
-    lives = segments.lives
+    incarnations = segments.incarnations
     gone = tmp_path / f"{0:016x}-000000.jsonl"
-    monkeypatch.setattr(segments, "lives", lambda folder: [*lives(folder), [gone]])
+    monkeypatch.setattr(segments, "incarnations", lambda folder: [*incarnations(folder), [gone]])
     life = Life(tmp_path)
     life.roll(1)
     life.log.close()

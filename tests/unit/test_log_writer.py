@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from seer.common.errors import ConfigError
 from seer.report.log_reader import read_timeline
 from seer.services.buffer.log import segments, writer
-from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
 from seer.services.buffer.requests import events
 
@@ -29,26 +29,26 @@ def test_a_log_goes_on_in_segments_that_run_through_the_machines_one_after_anoth
     life.roll(1)
     life.roll(2)
     life.log.close()
-    [paths] = segments.lives(tmp_path / "new" / "log")
+    [paths] = segments.incarnations(tmp_path / "new" / "log")
     assert len(paths) > 3
     assert [read(path)[0].number for path in paths] == list(range(len(paths)))
-    told = list(replay_life(paths))
+    told = list(replay_incarnation(paths))
     assert told[-1][1].time == life.now
-    assert len(list(replay_life(paths[2:]))) < len(told)
+    assert len(list(replay_incarnation(paths[2:]))) < len(told)
     for path in paths:
-        assert list(replay_life([path]))
+        assert list(replay_incarnation([path]))
 
 
 def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, small):
     life = Life(tmp_path)
     life.roll(1)
     life.log.close()
-    [paths] = segments.lives(tmp_path)
+    [paths] = segments.incarnations(tmp_path)
     text = paths[1].read_bytes()
     assert b'"tokens":' in text.partition(b"\n")[0]
     paths[1].write_bytes(text.replace(b'"tokens":', b'"tokens":1', 1))
     with pytest.raises(LogError, match=rf"{paths[1].name}: line 1: .*previous segment ends"):
-        list(replay_life(paths))
+        list(replay_incarnation(paths))
 
 
 def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
@@ -75,8 +75,8 @@ def test_a_segment_goes_on_while_there_are_many_requests_but_not_for_ever(tmp_pa
     other.roll(1, prompts=30)
     other.log.close()
     assert max(path.stat().st_size for path in segments.segments(tmp_path / "other")[:2]) < 9000 + 2 * 4000
-    for [paths] in (segments.lives(tmp_path), segments.lives(tmp_path / "other")):
-        assert list(replay_life(paths))
+    for [paths] in (segments.incarnations(tmp_path), segments.incarnations(tmp_path / "other")):
+        assert list(replay_incarnation(paths))
 
 
 def test_rows_in_memory_are_dropped_while_there_are_too_many_requests(tmp_path, small, monkeypatch):
@@ -96,8 +96,8 @@ def test_rows_in_memory_are_dropped_while_there_are_too_many_requests(tmp_path, 
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
     life.log.dump()
     [folder] = tmp_path.iterdir()
-    [paths] = segments.lives(folder)
-    assert [line for _, line in replay_life(paths)][-1].time == life.now
+    [paths] = segments.incarnations(folder)
+    assert [line for _, line in replay_incarnation(paths)][-1].time == life.now
 
 
 def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, monkeypatch):
@@ -112,8 +112,8 @@ def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, mo
         life.log.dump()
     [folder] = tmp_path.iterdir()
     assert logged[0]["command"] == f"seer replay {folder}"
-    [paths] = segments.lives(folder)
-    rows = [line for _, line in replay_life(paths)]
+    [paths] = segments.incarnations(folder)
+    rows = [line for _, line in replay_incarnation(paths)]
     assert rows[-1].time == life.now
     assert len(rows) > 10
 
@@ -172,8 +172,8 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
         life.log.close()
     assert [entry["event"] for entry in logged] == ["the log ends here, until it can be written"]
     assert life.machine.requests.counters["tokens"] > 0
-    for paths in segments.lives(tmp_path):
-        assert list(replay_life(paths))
+    for paths in segments.incarnations(tmp_path):
+        assert list(replay_incarnation(paths))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -218,8 +218,8 @@ def test_wherever_the_disk_fills_the_log_begins_again_once_there_is_room(
     assert life.log.outage is None
     life.roll(101)
     life.log.close()
-    [paths] = segments.lives(tmp_path)
-    rows = [line for _, line in replay_life(paths)]
+    [paths] = segments.incarnations(tmp_path)
+    rows = [line for _, line in replay_incarnation(paths)]
     submitted = [row.event.rollout_id for row in rows if isinstance(row.event, events.GroupsSubmitted)]
     assert "r100" not in submitted
     assert submitted[-1] == "r101"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seer.common.errors import InvalidField
-from seer.common.policy.rollout_bound import best_of_lives, bound_seconds, lower_bound
+from seer.common.policy.rollout_bound import best_of_incarnations, bound_seconds, lower_bound
 from seer.common.types import InstanceStats
 
 
@@ -48,10 +48,10 @@ def test_an_engine_counts_for_as_long_as_it_was_there() -> None:
 
 def test_the_best_speeds_are_those_of_all_lives() -> None:
     before = InstanceStats(best_rate=100.0, token_seconds_alone=0.02, steps=9)
-    assert best_of_lives(before, None) is before
-    after = best_of_lives(InstanceStats(steps=1), before)
+    assert best_of_incarnations(before, None) is before
+    after = best_of_incarnations(InstanceStats(steps=1), before)
     assert (after.best_rate, after.token_seconds_alone, after.steps) == (100.0, 0.02, 1)
-    after = best_of_lives(InstanceStats(best_rate=200.0, token_seconds_alone=0.01), before)
+    after = best_of_incarnations(InstanceStats(best_rate=200.0, token_seconds_alone=0.01), before)
     assert (after.best_rate, after.token_seconds_alone) == (200.0, 0.01)
 
 

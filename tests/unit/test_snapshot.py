@@ -76,7 +76,7 @@ def test_orders_and_what_a_collected_part_leaves_are_kept():
 
 def test_who_has_joined_is_known_again():
     machine = BufferMachine(make(engines=()), WeightsMachine(), SleepMachine())
-    machine.apply(orders.joined("a", life=7), 1.0)
+    machine.apply(orders.joined("a", incarnation=7), 1.0)
     assert again(machine).engines == machine.engines
 
 

@@ -122,7 +122,7 @@ def test_an_instance_lost_at_any_moment_is_not_waited_for():
     machine = make("a")
     ask(machine)
     assert machine.apply(Left(["a"]), 1.0, idle=True) == []
-    out = machine.apply(orders.joined("a", weights=OLD, life=2), 2.0, idle=True)
+    out = machine.apply(orders.joined("a", weights=OLD, incarnation=2), 2.0, idle=True)
     assert orders.kinds(out) == ["Admit", "PrepareWeights"]
     assert orders.load("a", NEW) in prepare(machine, "a")
 
@@ -186,7 +186,7 @@ def test_one_that_could_not_load_what_was_live_takes_an_update_that_waits():
     load(machine, "a", problem="no memory")
     machine.apply(Left(["a"]), 1.0, idle=True)
     ask(machine, version=2, source="/newer", now=1.0)
-    machine.apply(orders.joined("a", weights=OLD, life=2), 2.0, idle=True)
+    machine.apply(orders.joined("a", weights=OLD, incarnation=2), 2.0, idle=True)
     out = load(machine, "a", problem="no memory")
     assert [each.version for each in orders.pick(out, wire.PrepareWeights)] == [2]
     out = prepare(machine, "a", digest="d2", version=2)

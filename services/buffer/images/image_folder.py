@@ -29,7 +29,7 @@ class ImageFolder(OwnFolder):
         super().__init__("buffer.images", configured, NAME, "seer-images-")
 
     def inherited(self) -> dict[str, int]:
-        """Return the sizes of an earlier life's images, the oldest first; delete incomplete ones."""
+        """Return the sizes of an earlier incarnation's images, the oldest first; delete incomplete ones."""
         found: list[tuple[float, str, int]] = []
         if not self._configured:
             return {}

@@ -85,7 +85,7 @@ class ImageMachine:
         self._heard[trainer] = now
 
     def found(self, sizes: Mapping[str, int], now: float) -> list[str]:
-        """Take over files of an earlier life, the least recently used first, still to be checked.
+        """Take over files of an earlier incarnation, the least recently used first, still to be checked.
 
         Return those for which there is no room.
         """

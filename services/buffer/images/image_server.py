@@ -1,8 +1,8 @@
 """The buffer's images: a file each, sent by trainers, read by engines.
 
 Invariants (tests/unit/test_image_server.py, tests/cluster/test_images.py):
-- an image is given out only if its bytes were checked against its name, in this life of the buffer; what was
-  damaged since is noticed with the last part, and lost: whoever submits it again sends it again;
+- an image is given out only if its bytes were checked against its name, in this incarnation of the buffer;
+  what was damaged since is noticed with the last part, and lost: whoever submits it again sends it again;
 - one task handles everything in turn, so no file is deleted while it is written or read;
 - an error of the disk removes that one image, its peer gets the error, and all others go on;
 - images in a configured folder survive the buffer, and count again once somebody has submitted them again;
@@ -89,13 +89,13 @@ class ImageServer:
             self._folder.release()
 
     async def _take_over(self) -> None:
-        """Take over the images that an earlier life left in the configured folder."""
+        """Take over the images that an earlier incarnation left in the configured folder."""
         try:
             found = await on_disk(self._folder.inherited)
             for name in self.machine.found(found, self._clock.now()):
                 await on_disk(self._folder.remove, name)
         except OSError as error:
-            self._log.warning("images of an earlier life cannot be read", error=str(error))
+            self._log.warning("images of an earlier incarnation cannot be read", error=str(error))
 
     # --- messages ------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class ImageServer:
             kept = await self._kept(name, size)
         except (OSError, ValueError) as error:
             return wire.ImageState(name=name, have=0, problem=str(error))
-        if kept.have == kept.size and not kept.checked:  # of an earlier life
+        if kept.have == kept.size and not kept.checked:  # of an earlier incarnation
             await self._finish(name, kept, log=True)
             if not kept.checked:
                 return await self._open(name, size)  # its file is damaged, and removed: from the beginning

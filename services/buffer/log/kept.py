@@ -60,7 +60,7 @@ CATCH_UP_BYTES = 2**23
 
 
 class SoFar(NamedTuple):
-    """A group of this life. `params_digest` is `ids.params_digest` of its submission."""
+    """A group of this incarnation. `params_digest` is `ids.params_digest` of its submission."""
 
     params_digest: int
     prompt: wire.Tokens
@@ -72,12 +72,12 @@ class SoFar(NamedTuple):
 class _File:
     """A file of a rollout; all sets and dicts are by prompt id.
 
-    `earlier`: groups that an earlier life of the buffer wrote and nobody has submitted again.
+    `earlier`: groups that an earlier incarnation of the buffer wrote and nobody has submitted again.
     `offered`: outputs of those that were submitted again and are not restored yet.
-    `live`: groups that this life has; `written` are those of them that the file has, `behind` those of which
-    it may lack chunks. `pending`: records to be written. `started`: the file has its first record, or that is
-    pending. `failed`: writing failed, so nothing is written until there is room. Good are the first `size`
-    bytes.
+    `live`: groups that this incarnation has; `written` are those of them that the file has, `behind` those of
+    which it may lack chunks. `pending`: records to be written. `started`: the file has its first record, or
+    that is pending. `failed`: writing failed, so nothing is written until there is room. Good are the first
+    `size` bytes.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class KeptChunks:
             for path in sorted(self._folder.glob(f"*{SUFFIX}")):
                 self._read(path)
 
-    # --- what an earlier life kept ---------------------------------------------------------
+    # --- what an earlier incarnation kept ---------------------------------------------------------
 
     def _read(self, path: Path) -> None:
         try:
@@ -135,7 +135,7 @@ class KeptChunks:
         self._files.setdefault(rollout_id, []).append(file)
 
     def offer(self, rollout_id: str, prompt_id: str, params_digest: int, prompt: wire.Tokens) -> Kept | None:
-        """Return what an earlier life kept of a prompt that is submitted again; None: nothing of use."""
+        """Return what an earlier incarnation kept of a prompt submitted again; None: nothing of use."""
         file = next((file for file in self._files.get(rollout_id, ()) if prompt_id in file.earlier), None)
         if file is None:
             return None
@@ -162,7 +162,7 @@ class KeptChunks:
         self._delete_unneeded(rollout_id)
         return file.offered.pop(prompt_id)
 
-    # --- this life ---------------------------------------------------------------------------
+    # --- this incarnation ---------------------------------------------------------------------------
 
     def open(self, rollout_id: str, prompt_id: str) -> None:
         """Record that the buffer has a group: a file of its rollout stays until it is forgotten."""
@@ -218,7 +218,7 @@ class KeptChunks:
         return sum(map(len, records))
 
     def _file_of(self, rollout_id: str, prompt_id: str) -> _File | None:
-        """Return the file that has a group of this life; looks at the newest first."""
+        """Return the file that has a group of this incarnation; looks at the newest first."""
         files = reversed(self._files.get(rollout_id, ()))
         return next((file for file in files if prompt_id in file.live), None)
 
@@ -326,7 +326,7 @@ class KeptChunks:
 
     def _delete(self, file: _File) -> None:
         self._changed.discard(file)
-        with contextlib.suppress(OSError):  # a disk that fails; it is left to the next life
+        with contextlib.suppress(OSError):  # a disk that fails; it is left to the next incarnation
             if file.out is not None:
                 file.out.close()
             file.path.unlink(missing_ok=True)

@@ -44,8 +44,8 @@ def _short(item: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def replay_life(paths: Sequence[Path]) -> Iterator[tuple[Header, Line]]:
-    """Run the segments of one life, in their order, and yield the lines with their segment's header.
+def replay_incarnation(paths: Sequence[Path]) -> Iterator[tuple[Header, Line]]:
+    """Run the segments of one incarnation, in their order, and yield the lines with their segment's header.
 
     Raises `LogError`, which names the file, if a segment cannot be read, an instruction differs from the log,
     or a segment does not begin in the state in which the previous one ends.

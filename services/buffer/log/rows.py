@@ -53,9 +53,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     `started` is the wall-clock time (seconds since 1970) when the log's own clock showed `clock`.
     Attempts count up from `attempt`. `engine` is set in logs of the simulator: its model of an engine.
-    `number` counts the segments of one life. `open`: rollouts that the buffer has when the segment begins;
-    `before`: rollouts submitted during the previous segment.
-    `state` is a snapshot of the machines (`snapshot.py`); null: their state when a life begins.
+    `number` counts the segments of one incarnation. `open`: rollouts that the buffer has when the segment
+    begins; `before`: rollouts submitted during the previous segment.
+    `state` is a snapshot of the machines (`snapshot.py`); null: their state when an incarnation begins.
     """
 
     format: int = FORMAT

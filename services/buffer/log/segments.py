@@ -1,8 +1,8 @@
-"""The files of a log's folder: `INCARNATION-NUMBER.jsonl`, the segments of each life of the buffer.
+"""The files of a log's folder: `INCARNATION-NUMBER.jsonl`, the segments of each incarnation of the buffer.
 
 Invariants (tests/unit/test_log_segments.py):
-- the oldest segment about one of the newest `ROLLOUTS` rollouts of all lives, and all segments after it,
-  are kept; but the oldest segments are deleted while all together have more than `KEPT_BYTES`;
+- the oldest segment about one of the newest `ROLLOUTS` rollouts of all incarnations, and all segments after
+  it, are kept; but the oldest segments are deleted while all together have more than `KEPT_BYTES`;
 - a segment that is being written is never deleted, whichever buffer writes it;
 - no other files are touched.
 """
@@ -38,12 +38,12 @@ def name(header: Header) -> str:
 
 
 def segments(folder: Path) -> list[Path]:
-    """Return the segments in a folder, sorted by life and number."""
+    """Return the segments in a folder, sorted by incarnation and number."""
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def lives(folder: Path) -> list[list[Path]]:
-    """Return the segments of each life, both in order; lives are in order unless a clock was set back."""
+def incarnations(folder: Path) -> list[list[Path]]:
+    """Return the segments of each incarnation, both in order, the latter unless a clock was set back."""
     found: dict[str, list[Path]] = {}
     for path in segments(folder):
         found.setdefault(path.name.partition("-")[0], []).append(path)
@@ -124,8 +124,8 @@ class Pruner:
     def _segments(self) -> list[_Segment]:
         """Return all segments, the oldest first; those that cannot be read count as the oldest."""
         found = []
-        for life in lives(self._folder):
-            for path, following in zip(life, [*life[1:], None], strict=True):
+        for incarnation in incarnations(self._folder):
+            for path, following in zip(incarnation, [*incarnation[1:], None], strict=True):
                 size, head = path.stat().st_size, self._head(path)
                 new = self._head(following).before if following else self._submitted(path, size)
                 found.append(_Segment(head.started, path, size, head.open + new))

@@ -55,8 +55,8 @@ class MachineFields(msgspec.Struct):
     _attempt: int
     _maybe_damaged: set[str]
     _running: dict[str, dict[str, None]]
-    _lives: dict[str, int]
-    _dead_lives: dict[int, set[str]]
+    _incarnations: dict[str, int]
+    _dead_incarnations: dict[int, set[str]]
     _no_engine_since: float | None
     _last_tick: float | None
     _queued: int
@@ -64,7 +64,7 @@ class MachineFields(msgspec.Struct):
 
 
 OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued")
-OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_lives", "_last_tick")
+OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_incarnations", "_last_tick")
 """The fields of `MachineFields` that are in the machine's `scheduler` and `deaths`."""
 
 

@@ -1,4 +1,4 @@
-"""Writes the log of one life of the buffer in segments: files in a folder, or the last two in memory.
+"""Writes the log of one incarnation of the buffer in segments: files in a folder, or the last two in memory.
 
 Invariants (tests/unit/test_log_writer.py):
 - the buffer does not depend on its log: if the disk is full, only the log ends, and begins again with another

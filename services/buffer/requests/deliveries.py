@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 WINDOW_BYTES = 2**26
 
 Sent = tuple[bytes, str]
-"""The life of the trainer that a group is sent to, and the group's id."""
+"""The incarnation of the trainer that a group is sent to, and the group's id."""
 
 
 @dataclass(slots=True)
@@ -33,35 +33,35 @@ class _Window:
 
 
 class Deliveries:
-    """Groups by the life of the trainer that waits for them."""
+    """Groups by the incarnation of the trainer that waits for them."""
 
     def __init__(self) -> None:
         self._windows: dict[bytes, _Window] = {}
         self._owner: dict[str, bytes] = {}
 
-    def add(self, life: bytes, group_id: str, size: int) -> list[Sent]:
-        """Add a group of `size` bytes for `life`; return what is to be sent now."""
+    def add(self, address: bytes, group_id: str, size: int) -> list[Sent]:
+        """Add a group of `size` bytes for `address`; return what is to be sent now."""
         ready = self.forget(group_id)
-        self._owner[group_id] = life
-        self._windows.setdefault(life, _Window()).waiting[group_id] = size
-        return ready + self._ready(life)
+        self._owner[group_id] = address
+        self._windows.setdefault(address, _Window()).waiting[group_id] = size
+        return ready + self._ready(address)
 
     def forget(self, group_id: str) -> list[Sent]:
         """Remove a group that was acknowledged or no longer exists; return what is to be sent now."""
-        life = self._owner.pop(group_id, b"")
-        if life not in self._windows:
+        address = self._owner.pop(group_id, b"")
+        if address not in self._windows:
             return []
-        self._windows[life].remove(group_id)
-        return self._ready(life)
+        self._windows[address].remove(group_id)
+        return self._ready(address)
 
-    def reset(self, life: bytes) -> None:
-        """Forget all groups of a life that lost messages: it submits again what it still needs."""
-        window = self._windows.pop(life, None)
+    def reset(self, address: bytes) -> None:
+        """Forget all groups of an incarnation that lost messages: it submits again what it still needs."""
+        window = self._windows.pop(address, None)
         for group_id in (*window.sent, *window.waiting) if window else ():
             del self._owner[group_id]
 
-    def _ready(self, life: bytes) -> list[Sent]:
-        window = self._windows[life]
+    def _ready(self, address: bytes) -> list[Sent]:
+        window = self._windows[address]
         ready: list[Sent] = []
         while window.waiting:
             group_id, size = next(iter(window.waiting.items()))
@@ -70,7 +70,7 @@ class Deliveries:
             del window.waiting[group_id]
             window.sent[group_id] = size
             window.bytes += size
-            ready.append((life, group_id))
+            ready.append((address, group_id))
         if not window.sent:
-            del self._windows[life]
+            del self._windows[address]
         return ready

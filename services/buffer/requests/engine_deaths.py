@@ -1,13 +1,13 @@
 """Which requests may be what kills engines: those that ran on several engines that died.
 
-An engine counts as dead when its connection breaks. If only the connection broke, the same life of the engine
-registers again, and does not count any more.
+An engine counts as dead when its connection breaks. If only the connection broke, the same incarnation of the
+engine registers again, and does not count any more.
 
 Invariants (tests/unit/test_buffer_losses.py, tests/invariants.py):
-- a request has the lives of the engines that died while they ran it, since its last chunk that ended; at most
-  `MAX_DEAD_LIVES` lives are remembered over all requests;
-- a request that ran alone on an engine that died waits: until that life registers again, which clears it, or
-  until another life of the engine does, or `RETURN_SECONDS` have passed: then it fails;
+- a request has the incarnations of the engines that died while they ran it, since its last chunk that ended;
+  at most `MAX_DEAD_INCARNATIONS` incarnations are remembered over all requests;
+- a request that ran alone on an engine that died waits: until that incarnation registers again, which clears
+  it, or until another incarnation of the engine does, or `RETURN_SECONDS` have passed: then it fails;
 - time in which this process stalled does not count towards `RETURN_SECONDS`.
 """
 
@@ -27,8 +27,8 @@ RETURN_SECONDS = 30.0
 STALL_SECONDS = 10.0
 """A longer time between two ticks is a stall of this process, in which it received nothing."""
 
-MAX_DEAD_LIVES = 1000
-"""Bound on the lives of dead engines that are remembered."""
+MAX_DEAD_INCARNATIONS = 1000
+"""Bound on the incarnations of dead engines that are remembered."""
 
 
 class EngineDeaths:
@@ -36,9 +36,9 @@ class EngineDeaths:
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
         self._requests = requests
-        self.lost_alone: dict[str, tuple[str, int, float]] = {}  # by request: engine, its life, since when
+        self.lost_alone: dict[str, tuple[str, int, float]] = {}  # by request: engine, incarnation, since when
         self._maybe_damaged: set[str] = set()  # engines on which a request that ran alone was aborted
-        self._dead_lives: OrderedDict[int, set[str]] = OrderedDict()  # the requests that have this life
+        self._dead_incarnations: OrderedDict[int, set[str]] = OrderedDict()  # the requests of each
         self._last_tick: float | None = None
 
     def is_suspect(self, request: RequestState) -> bool:
@@ -49,27 +49,27 @@ class EngineDeaths:
         """Return whether the death of an engine now would be the fault of the one request that runs there."""
         return instance not in self._maybe_damaged
 
-    def died(self, instance: str, life: int, running: Collection[str], now: float) -> None:
+    def died(self, instance: str, incarnation: int, running: Collection[str], now: float) -> None:
         """Record that an engine died while it ran these requests."""
-        self._dead_lives[life] = set(running)
+        self._dead_incarnations[incarnation] = set(running)
         for request_id in running:
             request = self._requests[request_id]
-            request.deaths |= {life}
+            request.deaths |= {incarnation}
             if request.alone:
-                self.lost_alone[request_id] = (instance, life, now)
+                self.lost_alone[request_id] = (instance, incarnation, now)
 
     def engines_left(self, instances: Iterable[str]) -> None:
-        """Forget engines that are gone, and the oldest lives if there are too many."""
+        """Forget engines that are gone, and the oldest incarnations if there are too many."""
         self._maybe_damaged.difference_update(instances)
-        while len(self._dead_lives) > MAX_DEAD_LIVES:
-            life, request_ids = self._dead_lives.popitem(last=False)
+        while len(self._dead_incarnations) > MAX_DEAD_INCARNATIONS:
+            incarnation, request_ids = self._dead_incarnations.popitem(last=False)
             for request_id in request_ids:
-                self._requests[request_id].deaths -= {life}
+                self._requests[request_id].deaths -= {incarnation}
 
-    def engine_joined(self, life: int) -> None:
-        """Record that this life of an engine is not dead."""
-        for request_id in self._dead_lives.pop(life, ()):
-            self._requests[request_id].deaths -= {life}
+    def engine_joined(self, incarnation: int) -> None:
+        """Record that this incarnation of an engine is not dead."""
+        for request_id in self._dead_incarnations.pop(incarnation, ()):
+            self._requests[request_id].deaths -= {incarnation}
 
     def chunk_ended(self, instance: str) -> None:
         """Record that an engine works."""
@@ -77,10 +77,10 @@ class EngineDeaths:
 
     def clear(self, request: RequestState) -> None:
         """Forget which engines died with a request."""
-        for life in request.deaths:
-            self._dead_lives[life].discard(request.view.request_id)
-            if not self._dead_lives[life]:
-                del self._dead_lives[life]
+        for incarnation in request.deaths:
+            self._dead_incarnations[incarnation].discard(request.view.request_id)
+            if not self._dead_incarnations[incarnation]:
+                del self._dead_incarnations[incarnation]
         request.deaths = frozenset()
 
     def remove(self, request: RequestState) -> None:
@@ -90,15 +90,15 @@ class EngineDeaths:
         self.lost_alone.pop(request.view.request_id, None)
         self.clear(request)
 
-    def decided(self, instance: str, life: int, now: float) -> Iterator[tuple[RequestState, bool]]:
+    def decided(self, instance: str, incarnation: int, now: float) -> Iterator[tuple[RequestState, bool]]:
         """Yield requests lost alone whose engine came back, or will not; and whether it came back.
 
-        `instance` and `life` are those of an engine that registers now. The caller removes those that fail.
+        `instance` and `incarnation` are those of an engine that registers now. The caller removes what fails.
         """
         for request_id, (name, lost, since) in list(self.lost_alone.items()):
             if request_id not in self.lost_alone:
                 continue  # its group has just failed
-            if (name, lost) == (instance, life):
+            if (name, lost) == (instance, incarnation):
                 del self.lost_alone[request_id]
                 yield self._requests[request_id], True
             elif name == instance or now - since > RETURN_SECONDS:
@@ -108,5 +108,5 @@ class EngineDeaths:
         """Do not count the time of a stall: an engine that is back may not have been read yet."""
         stalled = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - STALL_SECONDS)
         self._last_tick = now
-        for request_id, (name, life, since) in self.lost_alone.items():
-            self.lost_alone[request_id] = (name, life, min(now, since + stalled))
+        for request_id, (name, incarnation, since) in self.lost_alone.items():
+            self.lost_alone[request_id] = (name, incarnation, min(now, since + stalled))

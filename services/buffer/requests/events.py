@@ -18,7 +18,7 @@ class EngineReported(events.Row, frozen=True):
 
 
 class KeptResponse(events.Row, frozen=True):
-    """The `count` tokens that an earlier life kept of a response; `finish` is empty if it goes on."""
+    """The `count` tokens that an earlier incarnation kept of a response; `finish` is empty if it goes on."""
 
     index: int
     count: int
@@ -27,7 +27,7 @@ class KeptResponse(events.Row, frozen=True):
 
 
 class Kept(events.Row, frozen=True):
-    """What an earlier life kept of a prompt's responses, and the version and digest of their weights."""
+    """What an earlier incarnation kept of a prompt's responses, and version and digest of their weights."""
 
     version: int
     digest: str
@@ -71,14 +71,14 @@ class GroupsSubmitted(events.Row, frozen=True):
     weight_version: int = -1
     submission: int = 0
     params_digest: int = 0
-    life: bytes = b""
+    address: bytes = b""
     open: bool = False
 
 
 class TrainerLost(events.Row, frozen=True):
-    """A life of a trainer left, or was silent for too long: its unfinished groups are cancelled."""
+    """An incarnation of a trainer left, or was silent for too long: its unfinished groups are cancelled."""
 
-    life: bytes
+    address: bytes
 
 
 class ChunkEnded(events.Row, frozen=True):

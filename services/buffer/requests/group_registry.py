@@ -7,7 +7,7 @@ groups that the registry removes.
 Invariants (tests/invariants.py asserts them after every event):
 - a group is held, open or finished; a rollout exists as long as one of its groups does;
 - a rollout id belongs to one trainer and to one use of it: a later submission with other parameters ends the
-  earlier use. Answers have the number of their submission and go to the life that submitted last;
+  earlier use. Answers have the number of their submission and go to the incarnation that submitted last;
 - all groups of a rollout are opened under one weight version, unless it is an open one, whose groups have
   parameters and weights of their own; while submissions are held, no group is opened but next turns of
   trajectories that are away;
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from seer.common import ids, wire
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
-from seer.services.buffer.events import ToLife
+from seer.services.buffer.events import ToIncarnation
 from seer.services.buffer.requests.admission import never_fits
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted, ImagesStalled
 from seer.services.buffer.requests.instructions import Deliver, Forget, Instruction, Take
@@ -81,9 +81,9 @@ class GroupRegistry:
         known, new = self._match(rollout, event, out)
         if earlier and not rollout.members and not any(spec.same for spec in earlier):  # all were removed
             rollout = self._begin(event, now)
-        if rollout.life != event.life:
+        if rollout.address != event.address:
             rollout.first_submission = event.submission
-        rollout.life, rollout.submission = event.life, event.submission
+        rollout.address, rollout.submission = event.address, event.submission
         accepted = []
         for group in known:
             group.submission = event.submission
@@ -92,7 +92,7 @@ class GroupRegistry:
                 room = self._unfinished < self._limits.max_requests
                 self.trajectories.repeated(group, now, out, room=room)
             if group.done:
-                out.append(Deliver(event.life, group.group_id))
+                out.append(Deliver(event.address, group.group_id))
         opened = self._admit(rollout, event, new, now, out) if new else []
         self._accept(rollout, accepted + [group.prompt_id for group in opened], out)
         return opened
@@ -103,7 +103,11 @@ class GroupRegistry:
         if rollout is not None and rollout.trainer != event.trainer:
             self._refuse(event, event.groups, "another trainer uses this rollout id: give another", out)
             return None
-        if rollout is not None and rollout.life == event.life and 0 < event.submission < rollout.submission:
+        if (
+            rollout is not None
+            and rollout.address == event.address
+            and 0 < event.submission < rollout.submission
+        ):
             return None  # a later submission was received before it: no client waits for this one
         if rollout is not None and _conflict(rollout, event):
             if rollout.submission == event.submission:
@@ -121,7 +125,7 @@ class GroupRegistry:
 
     def _begin(self, event: GroupsSubmitted, now: float) -> RolloutState:
         return RolloutState(
-            event.rollout_id, event.trainer, event.life, event.submission,
+            event.rollout_id, event.trainer, event.address, event.submission,
             0 if event.open else event.params_digest, now, open=event.open, first_submission=event.submission,
         )  # fmt: skip
 
@@ -265,7 +269,7 @@ class GroupRegistry:
                 submission=rollout.submission,
                 weight_version=rollout.weight_version,
             )
-            out.append(ToLife(rollout.life, accepted))
+            out.append(ToIncarnation(rollout.address, accepted))
 
     # --- open and finished groups --------------------------------------------------------
 
@@ -297,7 +301,7 @@ class GroupRegistry:
             out.append(wire.GroupClosed(group_id=group.group_id))
         # If there was a later submission without it, its trainer is about to submit it again, or never will.
         if group.submission >= _earliest_awaited(group.rollout):
-            out.append(Deliver(group.rollout.life, group.group_id))
+            out.append(Deliver(group.rollout.address, group.group_id))
         while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
             self._expire(next(iter(self.finished.values())), out)
 
@@ -328,10 +332,10 @@ class GroupRegistry:
             groups = [group for group in groups if group.submission <= named.submission]
         self.fail([group for group in groups if not group.done], "cancelled", "cancelled by its trainer", out)
 
-    def trainer_lost(self, life: bytes, out: Out) -> None:
-        """End the unfinished groups of a life that said goodbye, or has been silent for too long."""
-        self.trajectories.trainer_lost(life, out)
-        for rollout in [rollout for rollout in self.rollouts.values() if rollout.life == life]:
+    def trainer_lost(self, address: bytes, out: Out) -> None:
+        """End the unfinished groups of an incarnation that said goodbye, or has been silent for too long."""
+        self.trajectories.trainer_lost(address, out)
+        for rollout in [rollout for rollout in self.rollouts.values() if rollout.address == address]:
             left = [group for group in rollout.members.values() if not group.done]
             message = "its trainer has left, or given no sign of life for buffer.trainer_lease_seconds"
             self.fail(left, "cancelled", message, out)
@@ -373,7 +377,7 @@ class GroupRegistry:
             by_submission.setdefault((group.rollout.rollout_id, group.submission), []).append(group)
         for (rollout_id, submission), failed in by_submission.items():
             kept = {group.prompt_id: group.kept for group in failed}
-            self._send_refusal(failed[0].rollout.life, rollout_id, kept, code, message, submission, out)
+            self._send_refusal(failed[0].rollout.address, rollout_id, kept, code, message, submission, out)
             for group in failed:
                 group.rollout.failed = True
                 self.remove(group, out)
@@ -382,11 +386,11 @@ class GroupRegistry:
         self, event: GroupsSubmitted, specs: list[GroupSpec], message: str, out: Out, code: str = "refused"
     ) -> None:
         none = {spec.prompt_id: 0 for spec in specs}
-        self._send_refusal(event.life, event.rollout_id, none, code, message, event.submission, out)
+        self._send_refusal(event.address, event.rollout_id, none, code, message, event.submission, out)
 
     def _send_refusal(
         self,
-        life: bytes,
+        address: bytes,
         rollout_id: str,
         kept: dict[str, int],
         code: str,
@@ -407,7 +411,7 @@ class GroupRegistry:
                 submission=submission,
                 discarded=discarded,
             )
-            out.append(ToLife(life, refused))
+            out.append(ToIncarnation(address, refused))
 
     def _expire(self, group: GroupState, out: Out) -> None:
         self._counters["expired"] += 1

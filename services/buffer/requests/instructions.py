@@ -29,15 +29,15 @@ class Keep(events.Row, frozen=True):
 
 
 class Stream(events.Row, frozen=True):
-    """Send the tokens of the ended chunk to a life of a trainer that wants them before their group."""
+    """Send the tokens of the ended chunk to a trainer's incarnation that wants them before their group."""
 
     request_id: str
-    life: bytes
+    address: bytes
     submission: int
 
 
 class Restore(events.Row, frozen=True):
-    """Set the outputs of a group to what an earlier life of the buffer kept of them."""
+    """Set the outputs of a group to what an earlier incarnation of the buffer kept of them."""
 
     group_id: str
 
@@ -52,7 +52,7 @@ class Take(events.Row, frozen=True):
 class Deliver(events.Row, frozen=True):
     """Send a finished group to its trainer: again, if that submitted it again."""
 
-    life: bytes
+    address: bytes
     group_id: str
 
 
@@ -68,5 +68,5 @@ Implied = Keep | Stream | Take | Forget | wire.BufferPublished
 Messages to the context service, which say what becomes of groups, are instructions themselves.
 """
 
-Logged = Dispatch | Restore | Deliver | events.ToEngine | events.ToLife
+Logged = Dispatch | Restore | Deliver | events.ToEngine | events.ToIncarnation
 Instruction = Logged | Implied

@@ -56,9 +56,9 @@ COUNTERS = ["chunks", "migrations", "preemptions", "lost", "late", "refused", "e
 class RequestMachine:
     """See the module's docstring. `counters` holds totals since the start.
 
-    Attempts count up from `first_attempt` over all requests, and no earlier life of the buffer had numbers
-    near it. So an answer to an earlier use of a request's id, or to an earlier life of the buffer, never
-    counts as one to the current attempt; nor do token streams of such attempts in the dgds.
+    Attempts count up from `first_attempt` over all requests, and no earlier incarnation of the buffer had
+    numbers near it. So an answer to an earlier use of a request's id, or to an earlier incarnation of the
+    buffer, never counts as one to the current attempt; nor do token streams of such attempts in the dgds.
     """
 
     def __init__(self, policy: Policy, limits: Limits, first_attempt: int = 0) -> None:
@@ -80,7 +80,7 @@ class RequestMachine:
             self.deaths,
         )
         self._running: dict[str, dict[str, None]] = {}  # by instance
-        self._lives: dict[str, int] = {}  # by instance
+        self._incarnations: dict[str, int] = {}  # by instance
         self._no_engine_since: float | None = 0.0
         self._group_number = 0
 
@@ -148,7 +148,7 @@ class RequestMachine:
             case FromTrainer(trainer, wire.Cancel() as named):
                 registry.cancelled(trainer, named, out)
             case TrainerLost():
-                registry.trainer_lost(event.life, out)
+                registry.trainer_lost(event.address, out)
             case RolloutsAborted():
                 registry.aborted(event.message, out)
             case ImageArrived():
@@ -194,7 +194,7 @@ class RequestMachine:
         return away
 
     def _restore(self, group: GroupState, now: float, out: list[Instruction]) -> None:
-        """Queue a group's requests, from where an earlier life kept them if its weights were the same."""
+        """Queue a group's requests, from where an earlier incarnation kept them if weights are the same."""
         live = (self.registry.weight_version, self.registry.weights_digest)
         earlier, group.earlier = group.earlier, None
         kept = earlier.responses if earlier and (earlier.version, earlier.digest) == live else []
@@ -315,7 +315,7 @@ class RequestMachine:
         if not group.unfinished:
             self._finish(group, now, out)
         elif group.stream:
-            out.append(Stream(result.request_id, group.rollout.life, group.submission))
+            out.append(Stream(result.request_id, group.rollout.address, group.submission))
 
     def _reached(
         self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None
@@ -371,11 +371,11 @@ class RequestMachine:
 
     def _engine_joined(self, event: Joined, now: float, out: list[Instruction]) -> None:
         self._engines_left(Left([event.instance]), now, out)
-        self.deaths.engine_joined(event.life)
-        self._decide_lost_alone(event.instance, event.life, now, out)
+        self.deaths.engine_joined(event.incarnation)
+        self._decide_lost_alone(event.instance, event.incarnation, now, out)
         self.instances.add(InstanceView(event.instance, event.register.capacity))
         self._running[event.instance] = {}
-        self._lives[event.instance] = event.life
+        self._incarnations[event.instance] = event.incarnation
         first, self._no_engine_since = self._no_engine_since is not None, None
         self.scheduler.engine_joined()
         if first:
@@ -386,9 +386,9 @@ class RequestMachine:
         gone = [name for name in event.instances if name in self.instances]
         lost = [self.requests[request_id] for name in gone for request_id in self._running[name]]
         for name in gone:
-            life = self._lives.pop(name)
+            incarnation = self._incarnations.pop(name)
             if event.died and self._running[name]:
-                self.deaths.died(name, life, self._running[name], now)
+                self.deaths.died(name, incarnation, self._running[name], now)
             del self._running[name]
         if gone:
             self.instances.remove(*gone)
@@ -402,9 +402,9 @@ class RequestMachine:
             if request.view.request_id not in self.deaths.lost_alone:
                 self.scheduler.wait(request.view.request_id)
 
-    def _decide_lost_alone(self, instance: str, life: int, now: float, out: list[Instruction]) -> None:
+    def _decide_lost_alone(self, instance: str, incarnation: int, now: float, out: list[Instruction]) -> None:
         """Queue requests whose engine came back; fail those that seem to have killed theirs."""
-        for request, returned in self.deaths.decided(instance, life, now):
+        for request, returned in self.deaths.decided(instance, incarnation, now):
             if returned:
                 self.scheduler.wait(request.view.request_id)
                 continue

@@ -50,19 +50,19 @@ class Limits:
 class RolloutState(msgspec.Struct, array_like=True):
     """One use of a rollout id.
 
-    `life` and `submission` are those of the last submission: answers go to that address, with that number.
+    `address` and `submission` are those of the last submission: answers go there, with that number.
     `params_digest`: digest of seed, rollout number, n and sampling parameters. `weight_version`: that of the
     groups opened so far; -1: none was opened. `members`: its groups that are not removed yet, also held ones.
     `groups` and `requests` count those opened. `collected`: the trainer acknowledged some groups; `failed`:
     some groups failed. `counters`: by name, see `COUNTED`. `finish_times`: seconds since `submitted`; the
     server takes them away. `open`: its groups have parameters and weights of their own, so it has neither
     `params_digest` nor `weight_version`, and a submission number of their own, from `first_submission` on in
-    this `life`.
+    this incarnation of its trainer.
     """
 
     rollout_id: str
     trainer: str
-    life: bytes
+    address: bytes
     submission: int
     params_digest: int
     submitted: float
@@ -85,7 +85,7 @@ class GroupState(msgspec.Struct, array_like=True):
 
     `held_since`: set while the group waits to be opened, for weights of version `awaits` (-1: any) or an
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
-    `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
+    `earlier`: what an earlier incarnation of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
     empty: unknown. `shared_id`, `first_index`, `turn`, `image_tokens` and `stream` are as in `GroupSpec`; as
     long as images are `missing`, it is held.
@@ -154,8 +154,8 @@ class RequestState(msgspec.Struct, array_like=True):
 
     `instance`: where a chunk of it runs; empty: none does. `attempt`: the number of the current placement, so
     answers to earlier ones are dropped. `losses`: chunks in a row that failed, not counting lost engines.
-    `deaths`: the lives of engines that died while they ran it, since its last chunk that ended. `alone`: it
-    runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
+    `deaths`: the incarnations of engines that died while they ran it, since its last chunk that ended.
+    `alone`: it runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
     """
 
     view: RequestView

@@ -38,13 +38,14 @@ MAX_PLACES = 10_000
 class Away:
     """A trajectory whose last turn has finished, `since` when (monotonic seconds).
 
-    `opened` is what was published of that turn, `submission` its number; `life` is the trainer's. `generated`
-    counts all turns so far. `estimate` and `acceptance` are those of its group; `last_instance` ran the turn.
+    `opened` is what was published of that turn, `submission` its number; `address` is the trainer's.
+    `generated` counts all turns so far. `estimate` and `acceptance` are those of its group; `last_instance`
+    ran the turn.
     """
 
     opened: GroupOpened
     key: Key
-    life: bytes
+    address: bytes
     submission: int
     generated: int
     since: float
@@ -116,7 +117,7 @@ class Trajectories:
         return away
 
     def repeated(self, group: GroupState, now: float, out: Out, *, room: bool) -> None:
-        """Note that a turn is submitted again: by a life of its trainer that took those before it again, too.
+        """Note that a turn is submitted again: by an incarnation that took those before it again, too.
 
         It is its trajectory's latest then. `room`: one more may be away.
         """
@@ -147,7 +148,7 @@ class Trajectories:
             self._keep_place(key_of(group), view.last_instance)
             return False
         self.away[group.group_id] = Away(
-            group.opened, key_of(group), group.rollout.life, group.submission, view.produced, now,
+            group.opened, key_of(group), group.rollout.address, group.submission, view.produced, now,
             group.turn.idle_seconds, view.last_instance, estimate, group.acceptance,
         )  # fmt: skip
         return True
@@ -169,9 +170,9 @@ class Trajectories:
                 out.append(progress_of_turns(away.group_id, away.generated, finished=True))
                 self._forget(away, out)
 
-    def trainer_lost(self, life: bytes, out: Out) -> None:
+    def trainer_lost(self, address: bytes, out: Out) -> None:
         """Forget those of a trainer that is gone."""
-        self._forget_all(lambda away: away.life == life, out)
+        self._forget_all(lambda away: away.address == address, out)
 
     def aborted(self, out: Out) -> None:
         """Forget all: their weights are about to change."""

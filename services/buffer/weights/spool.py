@@ -9,8 +9,8 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 - it can be resumed after a broken connection; a complete one in a configured folder survives the buffer;
 - an incomplete stream that does not grow for `SPOOL_STALL_SECONDS` is removed, and its readers get an error;
 - a complete stream stays while an update or the live weights need it. If no update has named it yet, or an
-  earlier life of the buffer wrote it, it stays for at least `SPOOL_STALL_SECONDS` after it was opened, grew
-  or was found;
+  earlier incarnation of the buffer wrote it, it stays for at least `SPOOL_STALL_SECONDS` after it was opened,
+  grew or was found;
 - one task handles everything in turn, so no stream is removed while a part of it is written;
 - an error of the disk removes that one stream, its peers get the error, and the spool goes on;
 - a new stream overwrites the file of a removed one, as allocating new pages costs more than everything else
@@ -61,8 +61,8 @@ class _Stream(Blob):
     """A stream that grows in order.
 
     `named`: an update has named it, so it is removed once no update and no live weights need it.
-    `inherited`: an earlier life wrote it, and nothing has needed it since: engines may not have registered
-    yet.
+    `inherited`: an earlier incarnation wrote it, and nothing has needed it since: engines may not have
+    registered yet.
     """
 
     def __init__(self, name: str, size: int, folder: Path, token: str, now: float) -> None:
@@ -158,11 +158,11 @@ class Spool:
     # --- messages ------------------------------------------------------------------------
 
     async def _take_over(self) -> None:
-        """Take over the complete streams that an earlier life left in the configured folder."""
+        """Take over the complete streams that an earlier incarnation left in the configured folder."""
         try:
             found = await self._disk(self._folder.inherited)
         except OSError as error:
-            _log.warning("streams of an earlier life in the spool cannot be read", error=str(error))
+            _log.warning("streams of an earlier incarnation in the spool cannot be read", error=str(error))
             return
         for name, (size, token) in found.items():
             self._streams[name] = stream = _Stream(name, size, self._folder.root, token, self._clock.now())

@@ -26,7 +26,7 @@ class SpoolFolder(OwnFolder):
     # --- streams -------------------------------------------------------------------------
 
     def inherited(self) -> dict[str, tuple[int, str]]:
-        """Return size and token of an earlier life's complete streams, by name; delete its other ones."""
+        """Return size and token of an earlier incarnation's complete streams, by name; delete the others."""
         found: dict[str, tuple[int, str]] = {}
         if not self._configured:
             return found

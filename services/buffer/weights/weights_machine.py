@@ -331,7 +331,7 @@ class WeightsMachine(msgspec.Struct):
         current, live = self._update, self.live
         if current is not None and current.trainer == trainer:
             if structs.replace(current.request, call_id=request.call_id) == request:
-                # Sent again: the answer may have been lost, or this is a later life of the trainer.
+                # Sent again: the answer may have been lost, or this is a later incarnation of the trainer.
                 current.request = request
                 return
             if not current.committing:
@@ -433,7 +433,7 @@ class WeightsMachine(msgspec.Struct):
             out += [Release(), failed(update.trainer, request, reasons)]
 
     def _leave_sleepers(self, asleep: bool, loadable: Collection[str], out: list[Instruction]) -> None:
-        """Have no update wait for engines that sleep by a wish of an earlier life of the buffer."""
+        """Have no update wait for engines that sleep by a wish of an earlier incarnation of the buffer."""
         if self._update is None or not asleep:
             return
         if self._update.committing:

@@ -1,8 +1,8 @@
 """A node that has further ranks of an engine: starts them when the leader says so, and ends with it.
 
 Invariants (tests/unit/test_nodes.py):
-- a node that hears nothing of its leader for `SILENT_SECONDS`, or hears another life of it, ends with its
-  ranks; so does one of which a rank has ended;
+- a node that hears nothing of its leader for `SILENT_SECONDS`, or hears another incarnation of it, ends with
+  its ranks; so does one of which a rank has ended;
 - told to stop, it tells the leader, which hands back its chunks first;
 - it reads the weights that the leader names, a stream from the leader itself, and answers each question when
   it is through; a later question ends an earlier one.

@@ -10,9 +10,9 @@ from seer import __version__
 from seer.common.errors import InvalidField
 from seer.common.process.log import printable
 from seer.services.buffer.events import Joined
-from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import Header, LogError, Submission, read
-from seer.services.buffer.log.segments import lives
+from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 
@@ -21,7 +21,7 @@ def run(log: Path) -> int:
 
     Raises `InvalidField` for a folder without logs.
     """
-    found = lives(log) if log.is_dir() else [[log]]
+    found = incarnations(log) if log.is_dir() else [[log]]
     if not found:
         raise InvalidField("LOG", str(log), "holds no log of a buffer")
     return max([_replay(paths) for paths in found])
@@ -53,7 +53,7 @@ def _told(header: Header, paths: Sequence[Path]) -> str:
     rollouts: set[Submission] = set(header.open)
     engines = set(header.machine().engines)
     rows, last = 0, header.clock
-    for _, line in replay_life(paths):
+    for _, line in replay_incarnation(paths):
         rows, last = rows + 1, line.time
         match line.event:
             case GroupsSubmitted():

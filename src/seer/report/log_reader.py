@@ -21,7 +21,15 @@ from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span,
 from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep_machine
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
-from seer.services.buffer.events import FromEngine, FromTrainer, Joined, Left, ToEngine, ToLife, ToTrainer
+from seer.services.buffer.events import (
+    FromEngine,
+    FromTrainer,
+    Joined,
+    Left,
+    ToEngine,
+    ToIncarnation,
+    ToTrainer,
+)
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
@@ -166,7 +174,7 @@ class LogReader:
                     self._close(request_id, End.DROPPED)
             case instructions.Restore(group_id):
                 self._restored(group_id)
-            case ToLife(message=wire.Refused() as refused):
+            case ToIncarnation(message=wire.Refused() as refused):
                 self._refused(refused)
             case sleep_machine.GiveUp(instance):
                 self._left(instance, died=True)
@@ -340,12 +348,12 @@ class LogReader:
     def _joined(self, event: Joined) -> None:
         engine = self._engines[event.instance]
         known = engine.life
-        if known is not None and known.life == event.life:
+        if known is not None and known.life == event.incarnation:
             for request_id in list(engine.running):  # it lost what it ran, and lives
                 self._close(request_id, End.ENGINE_LOST)
             return
         self._left(event.instance, died=True)
-        engine.life = EngineLife(event.instance, event.life, event.register.capacity, self.timeline.end)
+        engine.life = EngineLife(event.instance, event.incarnation, event.register.capacity, self.timeline.end)
         self.timeline.lives.append(engine.life)
 
     def _left(self, name: str, *, died: bool) -> None:
