@@ -81,7 +81,7 @@ class UsedNoise:
         if given is not None:
             return given
         if self._next_number > INT64[1]:
-            fix = "was given in this client's life, and no number is above it: give each step its own"
+            fix = "was given in this client's lifetime, and no number is above it: give each step its own"
             raise InvalidField("rollout_number", INT64[1], fix)
         return max(self._next_number, max(weight_version, 0) % _VERSIONS * ROLLOUTS_PER_VERSION)
 
@@ -104,8 +104,8 @@ class UsedNoise:
         taken = max(ends[first : first + n]) > start or not self._under_way.keys().isdisjoint(places)
         if taken and not repeat:
             raise InvalidField(
-                "rollout_number", number, f"{group!r} has had this noise in this client's life: give each "
-                "step a number of its own, or repeat=True if it is to be the same",
+                "rollout_number", number, f"{group!r} has had this noise in this client's lifetime: give "
+                "each step a number of its own, or repeat=True if it is to be the same",
             )  # fmt: skip
         return Claim(ends, self._under_way, places, start)
 

@@ -17,7 +17,7 @@ class SleepCall:
         self._answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
 
     async def run(self, send: Callable[[Sleep], Awaitable[None]]) -> Sleep:
-        """Ask, and wait for the answer; return what says it again to another life of the buffer.
+        """Ask, and wait for the answer; return what says it again to another incarnation of the buffer.
 
         Raises `SeerError` if nothing was done, or what `fail` got.
         """

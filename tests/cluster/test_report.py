@@ -52,9 +52,9 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
     lost = [chunk for chunk in chunks if chunk.how is End.ENGINE_LOST]
     assert len(lost) == counters["lost"] > 0
     assert {chunk.engine for chunk in lost} == {"e0"}
-    (life,) = view.lost_lives
-    assert (life.name, life.died, life.chunks_lost) == ("e0", True, len(lost))
-    assert all(chunk.end == life.left for chunk in lost)
+    (incarnation,) = view.lost_incarnations
+    assert (incarnation.name, incarnation.died, incarnation.chunks_lost) == ("e0", True, len(lost))
+    assert all(chunk.end == incarnation.left for chunk in lost)
     lengths = {
         f"{g.prompt_id}#{r.index}": (r.token_ids.size, r.finish_reason) for g in groups for r in g.responses
     }
@@ -115,7 +115,7 @@ def check_trace(tmp_path, view):
                 for other in slices
             )
     assert [each["name"] for each in events if each["ph"] == "i"] == [
-        f"lost; chunks lost: {view.lost_lives[0].chunks_lost}"
+        f"lost; chunks lost: {view.lost_incarnations[0].chunks_lost}"
     ]
 
 

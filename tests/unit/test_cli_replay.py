@@ -32,7 +32,8 @@ def test_a_folder_is_replayed_life_by_life(log):
     lines = result.output.splitlines()
     assert len(lines) == 6
     assert re.fullmatch(
-        rf"life {1:016x}: 20..-..-.. ..:..:.. UTC, by version {seer.__version__}, policy seer", lines[0]
+        rf"incarnation {1:016x}: 20..-..-.. ..:..:.. UTC, by version {seer.__version__}, policy seer",
+        lines[0],
     )
     assert re.fullmatch(r"  1 rollouts, \d+ rows, \d+\.\d s, 2 engines", lines[1])
     assert lines[2] == lines[5] == "  the same answers"

@@ -133,7 +133,7 @@ def test_no_number_is_above_the_largest():
     noise = UsedNoise()
     noise.took(2**63 - 1)
     with pytest.raises(
-        InvalidField, match=r"rollout_number = 9223372036854775807: was given in this client's life"
+        InvalidField, match=r"rollout_number = 9223372036854775807: was given in this client's lifetime"
     ):
         noise.number(None, 3)
     assert noise.number(7, 3) == 7

@@ -15,7 +15,7 @@ from seer.cli.main import main
 from seer.common.errors import InvalidField
 from seer.report import view as view_module
 from seer.report.log_reader import LogReader, read_timeline
-from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Timeline
+from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Timeline
 from seer.report.svg import date, duration
 from seer.report.timeline_page import page
 from seer.report.trace import trace
@@ -97,8 +97,10 @@ def test_lives_of_engines() -> None:
         (3.0, orders.joined("e0", CAPACITY, 5), []),
         (4.0, Left(["e1"]), []),
     )
-    lives = [(life.name, life.life, life.left and life.left - 1e9, life.lost) for life in timeline.lives]
-    assert lives == [("e0", 1, 3.0, True), ("e1", 2, 4.0, False), ("e0", 5, None, False)]
+    incarnations = [
+        (each.name, each.number, each.left and each.left - 1e9, each.lost) for each in timeline.incarnations
+    ]
+    assert incarnations == [("e0", 1, 3.0, True), ("e1", 2, 4.0, False), ("e0", 5, None, False)]
 
 
 def test_a_log_that_begins_in_the_middle_and_rows_of_another_kind() -> None:
@@ -212,7 +214,9 @@ def many(chunks: int, *, engines: int = 4, slots: int = 8) -> RolloutView:
     """A rollout of so many chunks of a second, each of a response of its own, all slots always full."""
     rollout = Rollout("r", "t", 0, 0.0)
     timeline = Timeline(rollouts=[rollout])
-    timeline.lives = [EngineLife(f"e{number:03}", number, CAPACITY, 0.0) for number in range(engines)]
+    timeline.incarnations = [
+        EngineIncarnation(f"e{number:03}", number, CAPACITY, 0.0) for number in range(engines)
+    ]
     for number in range(chunks):
         at, place = divmod(number, engines * slots)
         response = Response(
@@ -250,7 +254,7 @@ def test_of_very_many_engines_those_that_were_lost_are_drawn(
 ) -> None:
     monkeypatch.setattr(view_module, "BARS", bars)
     view = many(2000, engines=200)
-    view.lives[199].left, view.lives[199].died = 1.5, True
+    view.incarnations[199].left, view.incarnations[199].died = 1.5, True
     layout = lay_out(view)
     assert len(layout.engines) == view_module.ENGINES
     assert "e199" in layout.engines
@@ -261,7 +265,7 @@ def test_names_are_escaped() -> None:
     view = many(8)
     nasty = "</title><script>&\"'\x00\x1b\u2028"
     view.rollout.rollout_id = view.rollout.responses[0].prompt_id = view.engines[0] = nasty
-    view.timeline.lives[0].name = nasty
+    view.timeline.incarnations[0].name = nasty
     for chunk in view.rollout.chunks:
         chunk.engine = nasty
     text = page(view)

@@ -16,11 +16,11 @@ AT_80 = """\
 seer top   policy seer   weights v12   4 engines   up 1 h 02 min
 rollout step-12   141/192 responses   ends in about 1 min 50 s
 64 running   107 waiting   3,264 tokens/s ▃▅█
-engine       run wait KV used       booked tokens/s accepted cached lost lives
-node0-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
-node1-0       16    0 █·······  16%    35%      816     2.00    62%    3     1
-node2-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
-node3-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
+engine       run wait KV used       booked tokens/s accepted cached lost starts
+node0-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
+node1-0       16    0 █·······  16%    35%      816     2.00    62%    3      1
+node2-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
+node3-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
 longest open responses
   step-12 p18#3   1,310 of about 1,420 tokens   node0-1, chunk 4
 

@@ -17,7 +17,7 @@ from seer.services.buffer.requests.events import GroupsSubmitted
 
 
 def run(log: Path) -> int:
-    """Replay a file, or each life of a folder, and print what it was; return 1 when an answer is another.
+    """Replay a file, or each incarnation of a folder, and tell what it was; return 1 if an answer is another.
 
     Raises `InvalidField` for a folder without logs.
     """
@@ -34,7 +34,9 @@ def _replay(paths: Sequence[Path]) -> int:
         print(printable(str(error)))
         return 1
     began = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    what = f"simulated {header.engine}" if header.engine else f"life {header.incarnation:016x}: {began}"
+    what = f"incarnation {header.incarnation:016x}: {began}"
+    if header.engine:
+        what = f"simulated {header.engine}"
     print(printable(f"{what}, by version {header.version}, policy {header.policy}"))
     try:
         told = _told(header, paths)
@@ -49,7 +51,7 @@ def _replay(paths: Sequence[Path]) -> int:
 
 
 def _told(header: Header, paths: Sequence[Path]) -> str:
-    """Replay a life and return its figures."""
+    """Replay an incarnation and return its figures."""
     rollouts: set[Submission] = set(header.open)
     engines = set(header.machine().engines)
     rows, last = 0, header.clock

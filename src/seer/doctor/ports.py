@@ -115,7 +115,7 @@ def clock(report: Report) -> None:
 
 def judge_clock(report: Report, year: int, reading_ns: float) -> None:
     """Judge the clock by the year that it says, and nanoseconds per reading."""
-    fix = "set the time: the life of a process is numbered by it (timedatectl set-ntp true)"
+    fix = "set the time: the incarnation of a process is numbered by it (timedatectl set-ntp true)"
     report.expect(year >= _YEAR, f"the clock says the year {year}", fix)
     report.prefer(
         reading_ns <= SLOW_CLOCK_NS, f"reading the clock takes {reading_ns:.0f} ns",

@@ -173,7 +173,7 @@ class BufferClient:
                     self._endpoint, transport=self._transport, silence_seconds=SILENCE_SECONDS,
                     connect_seconds=3 * STATUS_SECONDS, security=self._security,
                 ) as client:  # fmt: skip
-                    # A place and a seed fix the noise, for every process and its lives: see `group_names`.
+                    # A place and a seed fix the noise, for every incarnation: see `group_names`.
                     self._client, self._rollout = client, client.open_rollout(rollout_number=0, repeat=True)
                     await self._watch(client)
             except SeerError as error:

@@ -25,8 +25,8 @@ MOST_ROLLOUTS = 4
 NAME_CELLS, BAR_CELLS = 12, 8
 """What a name and a bar have on 80 columns; a name gets most of what is wider."""
 
-HEAD = ("run", "wait", "booked", "tokens/s", "accepted", "cached", "lost", "lives")
-_WIDTHS = (4, 5, 7, 9, 9, 7, 5, 6)
+HEAD = ("run", "wait", "booked", "tokens/s", "accepted", "cached", "lost", "starts")
+_WIDTHS = (4, 5, 7, 9, 9, 7, 5, 7)
 
 
 class Glance(NamedTuple):

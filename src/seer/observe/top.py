@@ -78,7 +78,7 @@ class Top:
         now = asyncio.get_running_loop().time()
         before = self._glance.now if self._glance else None
         if before is not None and before.incarnation != status.incarnation:
-            before = None  # another life of the buffer counts engines' lives anew
+            before = None  # another incarnation of the buffer counts engines' starts anew
         glance = Glance(status, before, max(now - self._seen_at, 1e-3))
         self._rates.append(tokens_per_second(glance))
         self._glance, self._seen_at = glance._replace(rates=tuple(self._rates)), now

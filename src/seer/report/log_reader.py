@@ -3,8 +3,8 @@
 Invariants (tests/unit/test_report_timeline.py, tests/cluster/test_report.py):
 - every chunk that was dispatched is there once, and has one end;
 - a chunk's tokens count exactly if the buffer kept them;
-- rows of a kind that is not known here change nothing; a log that begins in the middle of a life is read
-  from there on: chunks that ran then begin with it.
+- rows of a kind that is not known here change nothing; a log that begins in the middle of an incarnation is
+  read from there on: chunks that ran then begin with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import TurnSpec
-from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
+from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
 from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep_machine
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
@@ -36,7 +36,7 @@ from seer.services.buffer.requests.state import GroupState
 
 
 def read_timeline(log: Path) -> Timeline:
-    """Read a file, or all files `*.jsonl` of a folder: every life of a buffer.
+    """Read a file, or all files `*.jsonl` of a folder: every incarnation of a buffer.
 
     Raises `InvalidField` for what is no log.
     """
@@ -64,7 +64,7 @@ class _Engine:
     """What the chunks of one engine's name are: which run, and which slots are free."""
 
     def __init__(self) -> None:
-        self.life: EngineLife | None = None
+        self.incarnation: EngineIncarnation | None = None
         self.running: dict[str, Chunk] = {}
         self._free: list[int] = []
         self._slots = 0
@@ -91,12 +91,12 @@ class LogReader:
         self._running: dict[str, Chunk] = {}  # by request id
         self._responses: dict[str, Response] = {}  # by request id, of the latest submission
         self._rollouts: dict[tuple[str, str, int], Rollout] = {}
-        self._kept: dict[str, events.Kept] = {}  # by group id: what an earlier life of the buffer kept
+        self._kept: dict[str, events.Kept] = {}  # by group id: what an earlier incarnation of the buffer kept
         self._updates: dict[tuple[str, int], Span] = {}
         self._asleep: Span | None = None
 
     def begin(self, header: rows.Header) -> None:
-        """Go on with another file: a segment of the same life of the buffer, or its next life."""
+        """Go on with another file: a segment of the same incarnation of the buffer, or of its next one."""
         timeline = self.timeline
         self._offset = header.started - header.clock
         if self._incarnation is None:
@@ -203,7 +203,7 @@ class LogReader:
         timeline.end = until
 
     def _take_over(self, machine: BufferMachine) -> None:
-        """Begin with engines and groups that were there before the log; at a life's beginning none is."""
+        """Begin with engines and groups that were there before the log; an incarnation begins with none."""
         for joined in machine.engines.values():
             self._joined(joined)
         for group in machine.requests.groups.values():
@@ -278,7 +278,7 @@ class LogReader:
                 index += 1
 
     def _restored(self, group_id: str) -> None:
-        """Have responses go on where an earlier life of the buffer had them."""
+        """Have responses go on where an earlier incarnation of the buffer had them."""
         for each in self._kept.pop(group_id).responses:
             response = self._responses[ids.request_id(group_id, each.index)]
             response.generated = each.count
@@ -291,9 +291,9 @@ class LogReader:
         response = self._responses.get(item.request_id) or self._unknown(item.request_id)
         if response.finish:  # it is generated again: its group was forgotten
             response.generated, response.finish, response.finished = 0, "", None
-        life = self._engines[item.instance].life
+        incarnation = self._engines[item.instance].incarnation
         context = response.prompt_len + response.generated
-        blocks = life.capacity.blocks_for(context, item.max_new_tokens) if life else 0
+        blocks = incarnation.capacity.blocks_for(context, item.max_new_tokens) if incarnation else 0
         self._began(response, item.request_id, item.instance, item.attempt, blocks)
 
     def _began(self, response: Response, request_id: str, name: str, attempt: int, blocks: int) -> None:
@@ -347,23 +347,25 @@ class LogReader:
 
     def _joined(self, event: Joined) -> None:
         engine = self._engines[event.instance]
-        known = engine.life
-        if known is not None and known.life == event.incarnation:
+        known = engine.incarnation
+        if known is not None and known.number == event.incarnation:
             for request_id in list(engine.running):  # it lost what it ran, and lives
                 self._close(request_id, End.ENGINE_LOST)
             return
         self._left(event.instance, died=True)
-        engine.life = EngineLife(event.instance, event.incarnation, event.register.capacity, self.timeline.end)
-        self.timeline.lives.append(engine.life)
+        engine.incarnation = EngineIncarnation(
+            event.instance, event.incarnation, event.register.capacity, self.timeline.end
+        )
+        self.timeline.incarnations.append(engine.incarnation)
 
     def _left(self, name: str, *, died: bool) -> None:
         engine = self._engines[name]
-        life, lost = engine.life, list(engine.running)
+        incarnation, lost = engine.incarnation, list(engine.running)
         for request_id in lost:
             self._close(request_id, End.ENGINE_LOST)
-        if life is not None:
-            life.left, life.died, life.chunks_lost = self.timeline.end, died, len(lost)
-            engine.life = None
+        if incarnation is not None:
+            incarnation.left, incarnation.died, incarnation.chunks_lost = self.timeline.end, died, len(lost)
+            engine.incarnation = None
 
     def _updated(self, trainer: str, ask: int, problem: str) -> None:
         span = self._updates.pop((trainer, ask), None)

@@ -1,4 +1,4 @@
-"""What happened in a log: chunks, responses, engines' lives, weight updates and sleeps.
+"""What happened in a log: chunks, responses, engines' incarnations, weight updates and sleeps.
 
 Times are seconds since 1970, by the clock of the buffer's host.
 """
@@ -100,11 +100,11 @@ class Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class EngineLife:
-    """One life of an engine. `left` is None while it lasts; `chunks_lost` were lost at its end."""
+class EngineIncarnation:
+    """One incarnation of an engine. `left` is None while it lasts; `chunks_lost` were lost at its end."""
 
     name: str
-    life: int
+    number: int
     capacity: Capacity
     joined: float
     left: float | None = None
@@ -113,7 +113,7 @@ class EngineLife:
 
     @property
     def lost(self) -> bool:
-        """Whether the life ended before the engine was told to end, as far as a log tells."""
+        """Whether the incarnation ended before the engine was told to end, as far as a log tells."""
         return self.left is not None and (self.died or bool(self.chunks_lost))
 
 
@@ -136,5 +136,5 @@ class Timeline:
     end: float = 0.0
     chunks: list[Chunk] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
-    lives: list[EngineLife] = field(default_factory=list)
+    incarnations: list[EngineIncarnation] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)

@@ -163,11 +163,11 @@ def _title(chunk: Chunk, view: RolloutView) -> str:
 
 
 def _losses(drawing: Drawing, view: RolloutView, name: str, y: float, height: float) -> None:
-    for life in view.lost_lives:
-        if life.name == name and life.left is not None:
-            x = drawing.x(life.left)
-            how = "died" if life.died else "gone"
-            text = f"{how}; chunks lost: {life.chunks_lost}"
+    for incarnation in view.lost_incarnations:
+        if incarnation.name == name and incarnation.left is not None:
+            x = drawing.x(incarnation.left)
+            how = "died" if incarnation.died else "gone"
+            text = f"{how}; chunks lost: {incarnation.chunks_lost}"
             drawing.line(x, y - 3, y + height + 3, "dead", text)
             right = x + 6 * len(text) > WIDTH - RIGHT
             drawing.text(x, y - 4, text, "red", "end" if right else "start")

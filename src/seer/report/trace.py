@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from seer.common.process.log import printable
-from seer.report.records import Chunk, EngineLife, Span
+from seer.report.records import Chunk, EngineIncarnation, Span
 from seer.report.view import RolloutView
 
 Json = dict[str, object]
@@ -24,7 +24,7 @@ def trace(view: RolloutView) -> bytes:
     events += [_slice(view, pids, chunk) for chunk in (*view.others, *view.rollout.chunks)]
     for number, (before, after) in enumerate(_migrations(view), 1):
         events += _arrow(view, pids, number, before, after)
-    events += [_death(view, pids, life) for life in view.lost_lives]
+    events += [_death(view, pids, incarnation) for incarnation in view.lost_incarnations]
     events += [_span(view, span) for span in view.spans]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n"
 
@@ -66,10 +66,11 @@ def _arrow(view: RolloutView, pids: dict[str, int], number: int, before: Chunk, 
     return [common | leaves, common | arrives | {"ts": _micros(view, after.start)}]
 
 
-def _death(view: RolloutView, pids: dict[str, int], life: EngineLife) -> Json:
-    name = f"lost; chunks lost: {life.chunks_lost}"
-    time = _micros(view, life.left or 0.0)
-    return {"ph": "i", "s": "p", "cat": "engine", "name": name, "pid": pids[life.name], "tid": 0, "ts": time}
+def _death(view: RolloutView, pids: dict[str, int], incarnation: EngineIncarnation) -> Json:
+    name = f"lost; chunks lost: {incarnation.chunks_lost}"
+    time = _micros(view, incarnation.left or 0.0)
+    pid = pids[incarnation.name]
+    return {"ph": "i", "s": "p", "cat": "engine", "name": name, "pid": pid, "tid": 0, "ts": time}
 
 
 def _span(view: RolloutView, span: Span) -> Json:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
 from seer.common.policy.tail import before_tail
-from seer.report.records import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
+from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 
 BARS = 20_000
@@ -58,10 +58,10 @@ class RolloutView:
         self._chunks: dict[str, list[Chunk]] = defaultdict(list)  # by engine
         for chunk in (*rollout.chunks, *self.others):
             self._chunks[chunk.engine].append(chunk)
-        self.lives = [
-            life for life in timeline.lives if self._overlaps(life.joined, life.left or timeline.end)
+        self.incarnations = [
+            each for each in timeline.incarnations if self._overlaps(each.joined, each.left or timeline.end)
         ]
-        names = self._chunks.keys() | {life.name for life in self.lives}
+        names = self._chunks.keys() | {each.name for each in self.incarnations}
         self.engines = sorted(names, key=_by_number)
 
     def _overlaps(self, start: float, end: float) -> bool:
@@ -73,9 +73,9 @@ class RolloutView:
         return [span for span in self.timeline.spans if self._overlaps(span.start, span.end)]
 
     @property
-    def lost_lives(self) -> list[EngineLife]:
-        """The engines' lives that were lost while it ran."""
-        return [life for life in self.lives if life.lost and (life.left or 0.0) < self.end]
+    def lost_incarnations(self) -> list[EngineIncarnation]:
+        """The engines' incarnations that were lost while it ran."""
+        return [each for each in self.incarnations if each.lost and (each.left or 0.0) < self.end]
 
     def figures(self) -> list[tuple[str, str]]:
         """Return what the rollout is in numbers: values and their names."""
@@ -98,7 +98,7 @@ class RolloutView:
             (f"{sum(chunk.preemptions for chunk in chunks):,}", "preemptions"),
             (f"{lost:,}", "chunks lost"),
             (f"{ends[End.DROPPED]:,}" if ends[End.DROPPED] else "", "chunks dropped"),
-            (f"{len(self.lost_lives):,}", "engine lives lost"),
+            (f"{len(self.lost_incarnations):,}", "engines lost"),
             (f"{again:,}" if again else "", "tokens computed again"),
             *self._turns(),
         ]
@@ -129,7 +129,9 @@ class RolloutView:
 
     def booked(self, engine: str, edges: Floats) -> Floats:
         """Return the booked share of an engine's KV blocks, by bin; 0 where the share is not known."""
-        blocks = max((life.capacity.kv_blocks for life in self.lives if life.name == engine), default=0)
+        blocks = max(
+            (each.capacity.kv_blocks for each in self.incarnations if each.name == engine), default=0
+        )
         there = self._chunks.get(engine, [])
         return levels(there, [chunk.blocks / max(blocks, 1) for chunk in there], edges)
 
@@ -248,7 +250,7 @@ def _drawn_engines(view: RolloutView, tail: Sequence[Response]) -> list[str]:
     """Return the engines that are drawn: lost engines first, then the engines that ran most of the tail."""
     if len(view.engines) <= ENGINES:
         return view.engines
-    lost = {life.name for life in view.lost_lives}
+    lost = {each.name for each in view.lost_incarnations}
     late = Counter(chunk.engine for chunk in tail_chunks(tail))
     first = sorted(view.engines, key=lambda name: (name not in lost, -late[name]))[:ENGINES]
     return sorted(first, key=_by_number)
