@@ -23,7 +23,7 @@ def status(steps=0):
 
 
 class Server:
-    """A hub whose messages are collected; `stop` ends one life of it."""
+    """A hub whose messages are collected; `stop` ends one incarnation of it."""
 
     def __init__(self, network, incarnation=1, require_config_hash=True):
         self.network = network

@@ -18,7 +18,7 @@ Way = tuple[str, bool, str]
 """Endpoint, whether towards its owner, and the tag of a message."""
 
 COPIES = "copies"
-"""The name of all endpoints at which engines send weights on to others; each life has one of its own."""
+"""The name of all endpoints at which engines send weights on; each incarnation has one of its own."""
 
 UNIONS: dict[tuple[str, bool], object] = {
     ("trainers", True): wire.TrainerToBuffer,
@@ -38,7 +38,7 @@ UNIONS: dict[tuple[str, bool], object] = {
 }
 
 SELDOM = {(COPIES, False, "Refused")}
-"""An engine refuses only readers that knew its last life at the same endpoint: no fault need meet that, too."""
+"""An engine refuses readers that knew its last incarnation at the same endpoint: no fault need meet that."""
 
 OBSERVED = {
     (name, upward, tag)

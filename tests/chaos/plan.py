@@ -248,7 +248,7 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """Requests of all rollouts, and turns that a trainer's earlier life may have left under way."""
+        """Requests of all rollouts, and turns that an earlier incarnation may have left under way."""
         return sum(step.n * len(step.prompts) * (1 if step.turns is None else 3) for step in self.rolls)
 
     @property

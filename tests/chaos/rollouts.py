@@ -50,12 +50,12 @@ class Roll:
         self._first = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the trainer, life after life, until one is done."""
+        """Run the trainer, incarnation after incarnation, until one is done."""
         self.place.out.unlink(missing_ok=True)
         self.place.job.write_bytes(msgspec.json.encode(self.job))
         watching = asyncio.create_task(self._watch())
         try:
-            while not await self._life():
+            while not await self._incarnation():
                 pass
             await asyncio.sleep(2 * WATCH_SECONDS)
         finally:
@@ -66,7 +66,7 @@ class Roll:
         """Wait for the first arrival."""
         await self._first.wait()
 
-    async def _life(self) -> bool:
+    async def _incarnation(self) -> bool:
         command = (
             sys.executable,
             trainer.__file__,
@@ -89,7 +89,7 @@ class Roll:
         if code == trainer.BUFFER_LOST:
             self.buffer_lost += 1
             return False
-        if code > 0:  # it failed: another life would hide that
+        if code > 0:  # it failed: another incarnation would hide that
             self.failed = file.read_bytes()[said:].decode(errors="replace")[-REPORT_BYTES:]
         self.system.note_death(self.job.name, code or -9)
         return code >= 0
@@ -116,7 +116,7 @@ class Roll:
         asked, lines = self.job, self.lines()
         last = len(asked.uses) - 1
         whole = {line.id for line in lines if line.use == last}
-        times = Counter((line.use, line.life, line.id) for line in lines)
+        times = Counter((line.use, line.incarnation, line.id) for line in lines)
         outcome.responses += asked.n * len(lines)
         outcome.lost += asked.n * len(asked.prompts.keys() - whole)
         outcome.doubled += asked.n * sum(count - 1 for count in times.values())

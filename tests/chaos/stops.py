@@ -58,7 +58,7 @@ async def trial(
     clock = asyncio.get_running_loop().time
     prompts = int((seconds + AFTER_SECONDS) * GROUPS_PER_SECOND)
     roll, outcome = Roll(system, job(system, prompts, number=number)), Outcome(number)
-    began, before, lives = clock(), system.rejoins(), system.lives()
+    began, before, incarnations = clock(), system.rejoins(), system.incarnations()
     running = asyncio.create_task(roll.run())
     ended = None
     try:
@@ -86,8 +86,8 @@ async def trial(
     outcome.problems += [
         f"{name} registered {count} times more" for name, count in rejoins.items() if count > 1
     ]
-    for name, count in system.lives().items():
-        if count > lives[name] and not name.startswith("pool"):
+    for name, count in system.incarnations().items():
+        if count > incarnations[name] and not name.startswith("pool"):
             outcome.problems.append(f"{name} was started again")
     later = [at for at in roll.arrivals if ended is not None and at >= ended]
     return Trial(

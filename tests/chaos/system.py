@@ -83,7 +83,7 @@ class _Slot:
     config: Config
     environ: dict[str, str]
     child: Child | None = None
-    lives: int = 0
+    incarnations: int = 0
 
 
 @dataclass(slots=True)
@@ -266,12 +266,12 @@ class System:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def rejoins(self) -> dict[str, int]:
-        """Count, by engine, how often this life of it registered again."""
+        """Count, by engine, how often this incarnation of it registered again."""
         return {name: self.log(name).count(REJOINED) for name in self.engines}
 
-    def lives(self) -> dict[str, int]:
-        """Count the lives of each service."""
-        return {name: slot.lives for name, slot in self._slots.items()}
+    def incarnations(self) -> dict[str, int]:
+        """Count the incarnations of each service."""
+        return {name: slot.incarnations for name, slot in self._slots.items()}
 
     def use(self) -> dict[str, Use]:
         """Measure each service's process."""
@@ -288,8 +288,8 @@ class System:
         problems = list(self.deaths)
         self.deaths.clear()
         living = self.processes()
-        lives = Counter(file for words in living.values() for file in words.split() if file.endswith(".toml"))
-        problems += [f"{count} processes of {file}" for file, count in lives.items() if count > 1]
+        files = Counter(file for words in living.values() for file in words.split() if file.endswith(".toml"))
+        problems += [f"{count} processes of {file}" for file, count in files.items() if count > 1]
         problems += [f"a trainer lives on: {words}" for words in living.values() if trainer.__file__ in words]
         for name, use in self.use().items():
             if use.files > MAX_FILES:
@@ -310,7 +310,7 @@ class System:
 
     async def _start(self, name: str) -> None:
         slot = self._slots[name]
-        slot.lives += 1
+        slot.incarnations += 1
         async with self.place(name):
             slot.child = await Child.spawn(
                 slot.service, name, slot.config, slot.environ, self.folder, logged=True

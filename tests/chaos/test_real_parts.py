@@ -127,7 +127,7 @@ def test_a_judge_sees_what_is_wrong(judged):
     assert verdict([first, second]) == (0, 0, 0)  # a use that was cut short may have nothing
     assert verdict([cut, first]) == (2, 0, 0)
     assert verdict([cut, first, second, second]) == (0, 2, 0)
-    assert verdict([cut, first, second, other(second, life=2)]) == (0, 0, 0)  # asked for again
+    assert verdict([cut, first, second, other(second, incarnation=2)]) == (0, 0, 0)  # asked for again
     assert verdict([cut, other(first, answers=cut.answers), second])[2] > 0  # another use's tokens
     assert verdict([cut, first, other(second, version=0, digest="")]) == (0, 0, 2)  # the old weights
     assert verdict([cut, first, other(second, digest=digest(2))]) == (0, 0, 2)

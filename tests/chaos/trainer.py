@@ -1,4 +1,4 @@
-"""A trainer that can be killed: what it got is in a file, and its next life goes on from there.
+"""A trainer that can be killed: what it got is in a file, and its next incarnation goes on from there.
 
 python trainer.py PARENT_PID JOB.json OUT.jsonl
 
@@ -54,7 +54,7 @@ IMAGE_NUMBERS = 700_000
 """Numbers in an image, 2.8 MB: two parts."""
 
 BUFFER_LOST = 3
-"""Exit code: the buffer was silent for too long; a trainer's next life goes on with what is left."""
+"""Exit code: the buffer was silent for too long; a trainer's next incarnation goes on with what is left."""
 
 Answer = tuple[list[int], list[float], str]
 
@@ -86,7 +86,7 @@ class Job(msgspec.Struct):
     updates: bool = True
     """No other trainer updates weights."""
     everything: bool = False
-    """A later life asks for everything again, not for what is left."""
+    """A later incarnation asks for everything again, not for what is left."""
     security: SecurityConfig = SecurityConfig()
     images: int = -1
     """Prompts show images, each another one, from this number on; -1: none."""
@@ -105,10 +105,10 @@ def image(number: int) -> PreparedImage:
 
 
 class Line(msgspec.Struct):
-    """A group that arrived in a life of the trainer (its process id), or, without `id`, the end of a use."""
+    """A group that arrived in an incarnation (a process id), or, without `id`, the end of a use."""
 
     use: int
-    life: int
+    incarnation: int
     id: str = ""
     digest: str = ""
     version: int = 0
@@ -132,13 +132,13 @@ def lines(out: Path) -> list[Line]:
     for line in whole[:-1]:
         try:
             decoded.append(msgspec.json.decode(line, type=Line))
-        except msgspec.DecodeError:  # torn, and gone on after by the next life
+        except msgspec.DecodeError:  # torn, and gone on after by the next incarnation
             continue
     return decoded
 
 
 class Trainer:
-    """One life."""
+    """One incarnation."""
 
     def __init__(self, job: Job, out: Path) -> None:
         self._job, self._out = job, out
@@ -179,7 +179,7 @@ class Trainer:
                     raise
                 arrived = {line.id for line in lines(self._out) if line.use == number}
                 keys = [key for key in keys if key not in arrived]
-                if not keys:  # an earlier life of this trainer has them all
+                if not keys:  # an earlier incarnation of this trainer has them all
                     break
             else:
                 break
@@ -218,7 +218,7 @@ class Trainer:
 
 
 async def _update(client: RolloutClient, version: int) -> None:
-    """Update, again where an earlier life's stream still stands."""
+    """Update, again where an earlier incarnation's stream still stands."""
     deadline = asyncio.get_running_loop().time() + UPDATE_SECONDS
     while True:
         try:
@@ -260,9 +260,9 @@ async def _cancel(rollout: object, seconds: float) -> None:
 if __name__ == "__main__":
     parent, job_file, out_file = sys.argv[1:]
     die_with(int(parent))
-    life = Trainer(msgspec.json.decode(Path(job_file).read_bytes(), type=Job), Path(out_file))
+    trainer = Trainer(msgspec.json.decode(Path(job_file).read_bytes(), type=Job), Path(out_file))
     try:
-        asyncio.run(life.run())
+        asyncio.run(trainer.run())
     except BufferLost as error:
-        print(f"the next life goes on: {error}", file=sys.stderr)
+        print(f"the next incarnation goes on: {error}", file=sys.stderr)
         sys.exit(BUFFER_LOST)

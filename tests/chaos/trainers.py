@@ -1,4 +1,4 @@
-"""The trainers of a virtual run: scripts that go on where an earlier life of theirs was killed.
+"""The trainers of a virtual run: scripts that go on where an earlier incarnation of theirs was killed.
 
 A trainer takes nothing on trust: each group is compared with what `expected` works out, for the seed,
 rollout number and weight version that it asked for. A prompt that fails must have a reason that this
@@ -83,7 +83,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class Trainer:
-    """What all lives of a trainer have together; `run` is one life."""
+    """What all incarnations of a trainer have together; `run` is one incarnation."""
 
     world: World
     name: str
@@ -106,27 +106,27 @@ class Trainer:
     runs: Counter[int] = field(default_factory=Counter)
     """By step: how many journals were given up."""
     journals: set[Journal] = field(default_factory=set)
-    """Those that this life has open."""
+    """Those that this incarnation has open."""
     begun: Counter[int] = field(default_factory=Counter)
     """By step: how often its trajectories were begun."""
     version: int = 0
     resting: bool = False
-    lives: int = 0
+    incarnations: int = 0
     retries: Counter[str] = field(default_factory=Counter)
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def died(self) -> None:
-        """Close the files of this life, as the system does."""
+        """Close the files of this incarnation, as the system does."""
         while self.journals:
             self.journals.pop().close()
 
     async def run(self, transport: object) -> None:
         """Go through the script; `Unreachable` starts over, as a trainer that is run again."""
-        self.lives += 1
+        self.incarnations += 1
         self._updating = asyncio.Lock()
         while True:
             try:
-                await self._life(transport)
+                await self._incarnation(transport)
             except* Unreachable as gone:
                 self.world.excuse_silence(self.name, str(gone.exceptions[0]))
             else:
@@ -135,7 +135,7 @@ class Trainer:
                 raise asyncio.CancelledError
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _life(self, transport: object) -> None:
+    async def _incarnation(self, transport: object) -> None:
         world = self.world
         async with RolloutClient(
             world.trainers_at, name=self.name, transport=transport, connect_seconds=100, silence_seconds=100
@@ -203,7 +203,7 @@ class Trainer:
                     self._refused(version, refused)
                     await asyncio.sleep(RETRY_SECONDS)
                     if world.plan.clocks and "engines sleep" in str(refused):
-                        # From a life whose clock was ahead an engine that was cut off has an older wish.
+                        # An engine that was cut off has an older wish, of an incarnation whose clock was ahead.
                         await self._rest(client, asleep=False, tags=["weights"] if self.resting else None)
                 else:
                     break
@@ -283,7 +283,7 @@ class Trainer:
             return
         beats = 0
         while left := [prompt for prompt, _ in step.prompts if (place, prompt) not in self.ended]:
-            if place in self.cut_short:  # by an earlier life
+            if place in self.cut_short:  # by an earlier incarnation
                 for prompt in left:
                     self._end(place, prompt, Ended(why="cut short"))
                 break
@@ -377,7 +377,7 @@ class Trainer:
             self.world.excuse_silence(self.name, why)
             return "again"
         if "the client was closed" in why:
-            return "again"  # by this life's end
+            return "again"  # by this incarnation's end
         if issubclass(cls, DeadlineExceeded) and step.deadline is not None:
             self.cut_short.add(place)
             return "final"
@@ -398,7 +398,7 @@ class Trainer:
         return "again" if aborted and beats < PATIENCE else "problem"
 
     def _of_use(self, place: int, step: Roll, why: str, beats: int) -> str:
-        """Another trainer has the id; or an earlier use, whose `Cancel` a life may have died with."""
+        """Another trainer has the id; or an earlier use, whose `Cancel` an incarnation may have died with."""
         if step.shared or self.world.is_shared(step.rollout_id):
             return "again" if beats < RESTRAINT else "final"
         earlier = any(
@@ -407,7 +407,7 @@ class Trainer:
         )
         if earlier and beats < RESTRAINT:
             return "again"
-        return "final" if earlier and self.lives > 1 else "problem"
+        return "final" if earlier and self.incarnations > 1 else "problem"
 
     def _of_plan(self, place: int, step: Roll, prompt_id: str, why: str, beats: int) -> str:
         plan = self.world.plan

@@ -33,7 +33,7 @@ PATIENCE = 20
 """Tries of what a full buffer refuses, each of all trajectories one after the other."""
 
 TORN = b'{"call_id":"'
-"""What a life that was killed while it wrote may leave at the end of a journal."""
+"""What an incarnation that was killed while it wrote may leave at the end of a journal."""
 
 BLOCK = 32
 
@@ -143,7 +143,7 @@ class Turns:
                 self._arrived(rollout.run_id, group)
 
     def _journal(self) -> str:
-        """Return the path of this run's journal, as a life that was killed may have left it."""
+        """Return the path of this run's journal, as an incarnation that was killed may have left it."""
         name = f"journal-{self.trainer.name}-{self.place}-{self.trainer.runs[self.place]}"
         path = self.trainer.world.home / name
         if path.exists():

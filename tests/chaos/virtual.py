@@ -259,7 +259,7 @@ def _judge(world: World, outcome: Outcome) -> None:
 
 
 def _replayed(world: World) -> Iterator[str]:
-    """Run the log of every life of the buffer through the machines again; yield what they answer otherwise."""
+    """Run the log of every buffer through the machines again; yield what they answer otherwise."""
     for paths in incarnations(world.logs):
         try:
             deque(replay_incarnation(paths), maxlen=0)

@@ -57,10 +57,10 @@ def check_now(world: World) -> None:
     _rejoins(world)
     _leases(world)
     _idle(world)
-    for life, waiting in queued_bytes(service).items():
+    for address, waiting in queued_bytes(service).items():
         largest = max(step.n * step.max_tokens for step in world.plan.rolls) * TOKEN_BYTES
         if waiting > deliveries.WINDOW_BYTES + largest:
-            world.problem(f"{waiting} bytes wait for {life!r}, the window has {deliveries.WINDOW_BYTES}")
+            world.problem(f"{waiting} bytes wait for {address!r}, the window has {deliveries.WINDOW_BYTES}")
 
 
 def _follows(world: World) -> None:
@@ -85,13 +85,13 @@ def _rejoins(world: World) -> None:
         if name[0] != "e" or process.service is None or name.removesuffix(TWIN) in twins:
             continue  # those that share a name take it from each other as their messages come
         breaks = sum(_losses(world, each, name) for each in world.inflicted if each.at <= now)
-        lives = world.buffers - process.buffers
+        buffers = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
-        waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
-        if process.service._updater._rejoins > breaks + lives + given_up + waited:
+        waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed earlier
+        if process.service._updater._rejoins > breaks + buffers + given_up + waited:
             world.problem(
-                f"{process.life} registered {process.service._updater._rejoins} times more than once: its road broke"
-                f" {breaks} times, {lives} buffers were new, and it was given up {given_up} times"
+                f"{process.incarnation} registered {process.service._updater._rejoins} times more than once:"
+                f" its road broke {breaks} times, {buffers} buffers were new, and it was given up {given_up} times"
             )
 
 
@@ -139,7 +139,7 @@ def _idle(world: World) -> None:
 
 def made_again(world: World) -> list[str]:
     """Say how many tokens were made and kept more than once, though nothing that happened costs any."""
-    trainers = [trainer for trainer in world.trainers.values() if trainer.lives]
+    trainers = [trainer for trainer in world.trainers.values() if trainer.incarnations]
     whys = [why for trainer in trainers for why in trainer.retries]
     whys += [ended.why for trainer in trainers for ended in trainer.ended.values()]
     expired = sum(service.machine.counters["expired"] for service in world.served)

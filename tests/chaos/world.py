@@ -78,10 +78,10 @@ FOREIGN = ("venv", "v1-notes", "spare", "model")
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One life of a process: `life` is its name in the event loop, `buffers` are those there were before."""
+    """One start of a process: `incarnation` is its name in the event loop; `buffers` began before it."""
 
     name: str
-    life: str
+    incarnation: str
     links: Links
     context: contextvars.Context
     service: Service | None = None
@@ -121,12 +121,12 @@ class World:
         self.caught: list[Fault] = []
         self.lost_at: dict[str, float] = {}
         self.spoilt = 0  # images, or parts of such
-        self.served: list[buffer.BufferServer] = []  # every life of the buffer
+        self.served: list[buffer.BufferServer] = []  # every incarnation of the buffer
         self.given_up: Counter[bytes] = Counter()  # by address of an engine: how often a buffer did that
         self.noisy = any(fault.kind.startswith("noise") for fault in plan.faults)
         self._left = set(plan.trainers)
         self._dead: list[Process] = []
-        self._lives = self.buffers = 0
+        self._incarnations = self.buffers = 0
         self._rand = random.Random(f"world {plan.seed}")
         self._talk: asyncio.Task[None] | None = None
         self._apart: set[asyncio.Task[None]] = set()
@@ -150,7 +150,7 @@ class World:
 
     @property
     def logs(self) -> Path:
-        """Where every life of the buffer logs."""
+        """Where every incarnation of the buffer logs."""
         return self.home / "log"
 
     def config(self, name: str) -> Config:
@@ -268,7 +268,7 @@ class World:
         self.excuses.append(f"{trainer}: {why}")
         # Sleep waits for requests, and these for weights that are gone until its trainer updates again.
         waits = "not all engines answered" in why and self.may_lack_weights
-        # A life whose clock was set back has its name once the earlier life's connection is known to be gone.
+        # With its clock set back, one has its name once the earlier connection is known to be gone.
         unknown = self.plan.clocks and any(
             not each.kind.startswith("kill") for each in self._between(trainer)
         )
@@ -388,19 +388,19 @@ class World:
     # --- processes -----------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Begin a life of a process, unless it lives, or is lost for good."""
+        """Begin an incarnation of a process, unless it lives, or is lost for good."""
         if name in self.processes or name in self.lost:
             return
-        self._lives += 1
+        self._incarnations += 1
         self.buffers += name == "buffer"
         links: Links = MemoryTransport(self.network, name)
         if self.noisy:
-            links = FaultyTransport(links, self.plan.seed + self._lives, CALM, LoopClock())
+            links = FaultyTransport(links, self.plan.seed + self._incarnations, CALM, LoopClock())
         scope = self._outside.copy()
-        process = Process(name, f"{name}.{self._lives}", links, scope, buffers=self.buffers)
+        process = Process(name, f"{name}.{self._incarnations}", links, scope, buffers=self.buffers)
         if self.plan.clocks:
-            self.clocks[process.life] = self._rand.choice((0.0, -HOUR, HOUR))
-        scope.run(PROCESS.set, process.life)
+            self.clocks[process.incarnation] = self._rand.choice((0.0, -HOUR, HOUR))
+        scope.run(PROCESS.set, process.incarnation)
         main = self._train(process) if name in self.trainers else self._serve(process)
         process.task = self.loop.create_task(self._watch(process, main), context=scope)
         self.processes[name] = process
@@ -409,7 +409,7 @@ class World:
         """End a process as SIGKILL would, unless it is dead."""
         process = self.processes.pop(name, None)
         if process is not None:
-            self.loop.freeze(process.life)
+            self.loop.freeze(process.incarnation)
             await process.links.close()
             _close_files(process.service)
             if name in self.trainers:
@@ -436,11 +436,11 @@ class World:
         if process is None:
             return
         process.stops += 1
-        self.loop.freeze(process.life)
+        self.loop.freeze(process.incarnation)
         await asyncio.sleep(seconds)
         process.stops -= 1
         if self.processes.get(name) is process and not process.stops:
-            self.loop.thaw(process.life)
+            self.loop.thaw(process.incarnation)
 
     async def reset(self, name: str) -> None:
         """Break all connections of a process, once."""
@@ -568,7 +568,7 @@ class World:
             # An engine that finds no buffer for long ends, says so, and is started again by what supervises it.
             absent = process.service is None and isinstance(_root(error), Unreachable)
             if process not in self._dead and not absent:
-                self.crashes.append(f"{process.life} at {self.loop.time():.3f}: {_root(error)!r}")
+                self.crashes.append(f"{process.incarnation} at {self.loop.time():.3f}: {_root(error)!r}")
             if self.processes.get(process.name) is process and process.name not in self.trainers:
                 self._outside.run(self.loop.call_later, 1.0, self.start, process.name)
         if self.processes.get(process.name) is process:
@@ -613,7 +613,7 @@ class World:
 
     def _poisoned(self, process: Process) -> None:
         if self.processes.get(process.name) is process:
-            self.loop.freeze(process.life)
+            self.loop.freeze(process.incarnation)
             death = self.loop.create_task(self._restart(process.name), context=self._outside.copy())
             self._apart.add(death)
             death.add_done_callback(self._apart.discard)
@@ -667,7 +667,7 @@ class World:
             await self.kill(name)
         tasks = [process.task for process in self._dead if process.task is not None]
         for process in self._dead:
-            self.loop.thaw(process.life)
+            self.loop.thaw(process.incarnation)
             if process.task is not None:
                 process.task.cancel()
         if tasks:

@@ -1,4 +1,4 @@
-"""Clocks that are set back or forth between two lives: the new one gets its name all the same."""
+"""Clocks that are set back or forth between two incarnations: the new one gets its name all the same."""
 
 import asyncio
 
@@ -94,7 +94,7 @@ def test_an_engine_comes_back(seconds, stopped, monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-async def test_killed_lives_are_followed_over_zeromq(seconds, monkeypatch, tmp_path):
+async def test_killed_incarnations_are_followed_over_zeromq(seconds, monkeypatch, tmp_path):
     at = Endpoints(**{
         name: f"ipc://{tmp_path}/{name}"
         for name in ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots")

@@ -119,7 +119,7 @@ def test_steps_differ_and_one_that_is_run_again_after_a_restart_does_not(door, k
                 await client.update_weights(2, folder(tmp_path, 1.0))
                 third = await run(client, 2)
             assert len(first | second | third) == 3 * len(first)
-            async with cluster.client() as later:  # another life, which finds these weights
+            async with cluster.client() as later:  # another incarnation, which finds these weights
                 assert await run(later, 2) == third
                 fourth = await run(later, 3)
             assert not fourth & (first | second | third)

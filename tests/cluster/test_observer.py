@@ -63,7 +63,7 @@ async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
 
 
 @virtual
-async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier_life(tmp_path):
+async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier_incarnation(tmp_path):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     settings = BufferConfig(chunk_size=32, log=str(tmp_path), keep_chunks=True)
     prompts, sampling = (
@@ -92,7 +92,7 @@ async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier
         await rolling
         ended = (await client.status()).last_rollout
         assert ended.rollout_id == "restarted"
-        assert ended.efficiency <= 1.0, "not all of its tokens are of this life"
+        assert ended.efficiency <= 1.0, "not all of its tokens are of this incarnation"
 
 
 @pytest.mark.parametrize("tokens", [30, 100, 200, 400])

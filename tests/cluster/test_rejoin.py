@@ -1,4 +1,4 @@
-"""A life of an engine that has not registered yet, in virtual time."""
+"""An incarnation of an engine that has not registered yet, in virtual time."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from seer.common.net.identity import Identity
 
 
 @virtual
-async def test_a_life_that_has_not_registered_yet_is_not_given_up_for_an_earlier_one():
+async def test_an_incarnation_that_has_not_registered_yet_is_not_given_up_for_an_earlier_one():
     async with running(engines=1) as cluster:
         await asyncio.sleep(1)
         buffer = cluster.services["buffer"]
@@ -30,6 +30,6 @@ async def test_a_life_that_has_not_registered_yet_is_not_given_up_for_an_earlier
             async with asyncio.timeout(60):
                 while isinstance(await later.recv(), wire.Ping):
                     pass
-        assert "e0" not in buffer.machine.instances, "the earlier life was given up"
+        assert "e0" not in buffer.machine.instances, "the earlier incarnation was given up"
         later.close()
         asyncio.get_running_loop().thaw("e0")

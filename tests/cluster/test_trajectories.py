@@ -191,7 +191,7 @@ async def one_turn(client):
 
 
 @virtual
-async def test_a_life_that_takes_all_turns_again_ends_what_the_one_before_had_begun():
+async def test_an_incarnation_that_takes_all_turns_again_ends_what_the_one_before_had_begun():
     expected = await resent()
     async with running(engines=1) as cluster:
         for seconds in (2.5, 12.5, 30.0):  # killed with the first turn away, with the second, and not at all

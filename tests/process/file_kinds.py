@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from log_lives import Life
+from logged_buffer import LoggedBuffer
 from process.file_mutations import BINARY, JSON, TEXT, Mutation, changed, some_bytes
 
 from seer.client.results import Group, Response
@@ -167,12 +167,12 @@ def of_prompts(folder: Folder) -> Iterator[Kind]:
 
 
 def of_logs(folder: Folder) -> Iterator[Kind]:
-    life = Life(folder.path / "log")
-    life.roll(1, prompts=2)
-    life.log.flush()
+    buffer = LoggedBuffer(folder.path / "log")
+    buffer.roll(1, prompts=2)
+    buffer.log.flush()
     begins = next((folder.path / "log").glob("*.jsonl")).read_bytes()
-    life.log.close()
-    again = Life(None)
+    buffer.log.close()
+    again = LoggedBuffer(None)
     again.roll(1)
     files = [begins]
 

@@ -39,14 +39,14 @@ KINDS = {
 """Kinds of messages and how often each comes; `mute` asks for answers that nobody reads."""
 
 MOST_EVENTS = 5
-"""Warnings of one kind about one engine: a hostile one comes and goes a few times in its life."""
+"""Warnings of one kind about one engine: a hostile one comes and goes a few times."""
 
 WARM_UP = 20_000
 """Messages before memory is measured first."""
 
 BURST = 50
-LIFE = 1500
-"""Messages on one socket at a stretch, and in a peer's life."""
+STRETCH = 1500
+"""Messages on one socket at a stretch, and of one peer."""
 
 MOST_MIB = 256.0
 """Growth of a service that is called harm: a thousand answers may wait for each peer that does not read."""
@@ -60,7 +60,7 @@ class Peer:
     ) -> None:
         rng = maker.rng
         self.socket_name = name
-        stale = rng.random() < 0.1  # an earlier life of an honest peer
+        stale = rng.random() < 0.1  # an earlier incarnation of an honest peer
         role, real = {"trainers": ("trainer", "background")}.get(name, ("engine", "e0"))
         self.who = Identity(
             role=role,
@@ -68,7 +68,7 @@ class Peer:
             incarnation=number if stale else (1 << 62) + number,
         )
         self.mute = rng.random() < 0.1
-        self.left = rng.randrange(LIFE // 10, LIFE)
+        self.left = rng.randrange(STRETCH // 10, STRETCH)
         self.patience = 5_000
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)

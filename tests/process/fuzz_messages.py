@@ -2,7 +2,7 @@
 
 Headers are plain maps, so that anything can stand anywhere; what a message may hold follows from its
 class, so that new messages and fields are covered by themselves. Left out is what an open network cannot
-tell from the truth: a later life of a real peer, an engine that can hold work and lies about it, and,
+tell from the truth: a later incarnation of a real peer, an engine that can hold work and lies about it, and,
 unless `whole`, an update of the weights and a wish that engines sleep.
 """
 

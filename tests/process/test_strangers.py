@@ -1,7 +1,7 @@
 """What strangers try at a system with keys, over every socket that answers: each is refused, and logged.
 
 Their messages are those of honest peers, so that nothing but the key tells them apart: to be an engine, to be
-a later life of a trainer, new weights, sleep, rollouts of others, sources of weights elsewhere.
+a later incarnation of a trainer, new weights, sleep, rollouts of others, sources of weights elsewhere.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ ROLES = {"trainers": "trainer", "engines": "engine", "dgds": "engine"}
 FROZEN = ("weight_version", "weights_digest", "asleep", "quarantined", "rollouts", "requests_waiting")
 
 
-def later_life(socket):
+def later_incarnation(socket):
     """An honest peer of a socket, started again."""
     role = ROLES.get(socket, "buffer")
     name = {"trainer": "run", "engine": "e0"}.get(role, "buffer")
@@ -67,7 +67,7 @@ async def test_whatever_a_stranger_says_changes_nothing(tmp_path, key):
         await asyncio.sleep(0.2)
         maker, made = Maker(random.Random(0), ["run/0#0", "run/0"], whole=True), []
         for socket in UNIONS:
-            who = later_life(socket)
+            who = later_incarnation(socket)
             stranger = connected(context, system, socket, key, who)
             made.append((socket, stranger))
             for cls in maker.members[socket]:

@@ -229,7 +229,7 @@ class BufferModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def repeat_turn(self, data):
-        """A turn that was submitted before, as by a life that takes all turns again."""
+        """A turn that was submitted before, as by an incarnation that takes all turns again."""
         registry = self.machine.registry
         if turns := [group for group in registry.groups.values() if group.turn is not None]:
             group = data.draw(st.sampled_from(turns))

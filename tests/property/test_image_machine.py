@@ -131,7 +131,7 @@ def test_what_is_no_name_is_refused(name):
         ImageMachine(ROOM).begin(name, 5, 0.0)
 
 
-def test_files_of_an_earlier_life_count_once_they_were_checked():
+def test_files_of_an_earlier_incarnation_count_once_they_were_checked():
     machine = ImageMachine(ROOM)
     sizes = {name: SIZES[name] for name in sorted(SIZES)[:5]}
     assert machine.found(sizes, 0.0) == ["a" * 64, "b" * 64, "c" * 64], "150 bytes, and room for 100"

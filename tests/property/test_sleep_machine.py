@@ -314,7 +314,7 @@ def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there
     assert machine.apply(orders.sleep("t", True, 7), 4.0, idle=True) == [orders.rests("t", True, "", 7)]
 
 
-def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
+def test_engines_of_an_earlier_incarnation_that_all_slept_at_first_sleep_on():
     machine = SleepMachine()
     join(machine, "a", ASLEEP)
     join(machine, "b")

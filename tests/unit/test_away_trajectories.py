@@ -93,7 +93,7 @@ def test_the_next_turn_begins_with_the_estimate_of_now(trajectories):
     assert (known.estimate, known.acceptance) == (Estimate(70.0), [3])
 
 
-# --- turns that are submitted again: by a life of the trainer that takes those before them again, too
+# --- turns that are submitted again: by an incarnation of the trainer that takes those before them again, too
 
 
 def test_a_turn_that_is_repeated_is_the_latest_and_the_one_after_it_is_closed(trajectories):

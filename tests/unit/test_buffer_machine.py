@@ -236,7 +236,7 @@ def test_a_request_that_fits_no_engine_left_fails_in_time():
     check(machine)
 
 
-def test_attempts_of_two_lives_never_meet():
+def test_attempts_of_two_incarnations_never_meet():
     first, second = (
         RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16), first_attempt=base)
         for base in (10**6, 2 * 10**6)
@@ -265,11 +265,11 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
 
 
 def kept(*responses, version=0, digest=""):
-    """What an earlier life kept: (index, count) or (index, count, finish) of each response."""
+    """What an earlier incarnation kept: (index, count) or (index, count, finish) of each response."""
     return events.Kept(version, digest, [events.KeptResponse(*each) for each in responses])
 
 
-def test_requests_go_on_where_an_earlier_life_had_them():
+def test_requests_go_on_where_an_earlier_incarnation_had_them():
     machine = make(engines=("a",))
     out = submit(machine, "p", n=3, kept=kept((0, 20), (2, 7, "stop", "END")))
     assert pick(out, instructions.Restore) == [instructions.Restore("r/p")]

@@ -29,12 +29,12 @@ BRIEF = 2.0
 
 
 class Peer:
-    """One life of a trainer or an engine. It reads when a test has it read."""
+    """One incarnation of a trainer or an engine. It reads when a test has it read."""
 
     role, endpoint, incoming = "", "", None
 
-    def __init__(self, network, name, life):
-        self.me = Identity(role=self.role, name=name, incarnation=life << 20, config_hash=HASH)
+    def __init__(self, network, name, incarnation):
+        self.me = Identity(role=self.role, name=name, incarnation=incarnation << 20, config_hash=HASH)
         self.transport = MemoryTransport(network)
         self.decoder = Decoder(self.incoming)
 
@@ -119,14 +119,14 @@ class World:
     def __init__(self, queue=None):
         self.network = MemoryNetwork(queue=queue)
 
-    async def trainer(self, life=1):
-        return await Trainer(self.network, "t", life).connect()
+    async def trainer(self, incarnation=1):
+        return await Trainer(self.network, "t", incarnation).connect()
 
-    async def stranger(self, name="e", life=1):
-        return await Engine(self.network, name, life).connect()
+    async def stranger(self, name="e", incarnation=1):
+        return await Engine(self.network, name, incarnation).connect()
 
-    async def engine(self, name="e", life=1, seats=8):
-        return await (await self.stranger(name, life)).register(seats)
+    async def engine(self, name="e", incarnation=1, seats=8):
+        return await (await self.stranger(name, incarnation)).register(seats)
 
     async def context(self):
         return await Publisher(MemoryTransport(self.network), config_hash=HASH).start()
@@ -225,9 +225,9 @@ async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_reques
 
 
 @virtual
-async def test_what_an_earlier_life_of_an_engine_says_does_not_count_for_the_later_one():
+async def test_what_an_earlier_incarnation_of_an_engine_says_does_not_count_for_the_later_one():
     async with buffer() as world:
-        trainer, old, new = await world.trainer(), await world.engine(life=1), await world.engine(life=2)
+        trainer, old, new = await world.trainer(), await world.engine(), await world.engine(incarnation=2)
         await new.report(steps=2)
         await trainer.submit("p")
         (chunk,) = await new.chunks()
@@ -241,12 +241,12 @@ async def test_what_an_earlier_life_of_an_engine_says_does_not_count_for_the_lat
 
 
 @virtual
-async def test_that_an_earlier_life_of_an_engine_is_gone_does_not_end_the_later_one():
+async def test_that_an_earlier_incarnation_of_an_engine_is_gone_does_not_end_the_later_one():
     async with buffer(queue=8) as world:
         trainer = await world.trainer()
-        await world.engine(life=1)  # takes nothing, until there is no room for more
+        await world.engine(incarnation=1)  # takes nothing, until there is no room for more
         await asyncio.sleep(10)
-        new = await world.engine(life=2)
+        new = await world.engine(incarnation=2)
         await trainer.submit("p")
         (chunk,) = await new.chunks()
         for _ in range(20):
@@ -264,7 +264,7 @@ async def test_an_engine_that_registers_again_has_not_been_restarted():
         await engine.register()
         await engine.again()
         assert [engine.restarts for engine in (await trainer.status()).instances] == [0]
-        await world.engine(life=2)
+        await world.engine(incarnation=2)
         assert [engine.restarts for engine in (await trainer.status()).instances] == [1]
 
 
@@ -311,11 +311,11 @@ def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, died):
         async with buffer() as world:
             trainer = await world.trainer()
             await trainer.submit("p", "q")
-            for life in range(SUSPECT_DEATHS):
-                engine = await world.engine(life=life)
+            for incarnation in range(SUSPECT_DEATHS):
+                engine = await world.engine(incarnation=incarnation)
                 assert len(await engine.chunks()) == 2
                 await parts(engine)
-            engine = await world.engine(life=SUSPECT_DEATHS)
+            engine = await world.engine(incarnation=SUSPECT_DEATHS)
             assert len(await engine.chunks()) == (1 if died else 2)
 
     check()
@@ -341,7 +341,7 @@ async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_
 @virtual
 async def test_an_engine_whose_name_is_free_again_registers_again_once_however_much_it_says():
     async with buffer() as world:
-        trainer, old, new = await world.trainer(), await world.engine(life=1), await world.engine(life=2)
+        trainer, old, new = await world.trainer(), await world.engine(), await world.engine(incarnation=2)
         await new.say(wire.Goodbye())
         for _ in range(5):
             await old.report()
@@ -360,9 +360,9 @@ async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again
 
 
 @virtual
-async def test_a_life_that_gets_its_name_late_begins_anew():
+async def test_an_incarnation_that_gets_its_name_late_begins_anew():
     async with buffer() as world:
-        engine, holder, late = await world.engine(), await world.trainer(life=2), await world.trainer(life=1)
+        engine, holder, late = await world.engine(), await world.trainer(incarnation=2), await world.trainer()
         await late.submit("p")
         await holder.say(wire.Goodbye())
         await late.greet()
@@ -376,13 +376,13 @@ async def test_a_life_that_gets_its_name_late_begins_anew():
 
 
 @virtual
-async def test_a_life_that_lost_its_name_while_it_was_away_begins_anew():
+async def test_an_incarnation_that_lost_its_name_while_it_was_away_begins_anew():
     async with buffer() as world:
-        engine, away = await world.engine(), await world.trainer(life=2)
+        engine, away = await world.engine(), await world.trainer(incarnation=2)
         session = await away.greet()
         await away.submit("p")
         away.transport.disconnect()
-        await world.trainer(life=1)
+        await world.trainer(incarnation=1)
         (chunk,) = await engine.chunks()
         await engine.end(chunk, [7])
         away.transport.reconnect()
@@ -394,10 +394,10 @@ async def test_a_life_that_lost_its_name_while_it_was_away_begins_anew():
 @virtual
 async def test_an_engine_that_lost_its_name_while_it_was_away_registers_again():
     async with buffer() as world:
-        trainer, away = await world.trainer(), await world.engine(life=2)
+        trainer, away = await world.trainer(), await world.engine(incarnation=2)
         session = await away.greet()
         away.transport.disconnect()
-        other = await world.engine(life=1)
+        other = await world.engine(incarnation=1)
         await trainer.submit("p")
         assert len(await other.chunks()) == 1
         away.transport.reconnect()

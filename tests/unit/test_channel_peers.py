@@ -1,4 +1,4 @@
-"""Who counts as known to whom: other lives, strangers, refusals, and what does not decode."""
+"""Who counts as known to whom: other incarnations, strangers, refusals, and what does not decode."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def quiet(client, seconds=3 * CHECK_SECONDS):
 
 
 @virtual
-async def test_another_life_is_told_even_if_its_first_welcome_was_lost():
+async def test_another_incarnation_is_told_even_if_its_first_welcome_was_lost():
     network = MemoryNetwork()
     await Scripted(welcome(1), welcome(1), welcome(2)).start(network)
     client = channel(network)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from click.testing import CliRunner
-from log_lives import Life
+from logged_buffer import LoggedBuffer
 
 import seer
 from seer.cli.main import main
@@ -15,10 +15,10 @@ from seer.services.buffer.log import segments, writer
 def log(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.Folder, "limit", 4000)
     for incarnation in (1, 2):
-        life = Life(tmp_path / "log", incarnation)
+        buffer = LoggedBuffer(tmp_path / "log", incarnation)
         for number in range(incarnation):
-            life.roll(number)
-        life.log.close()
+            buffer.roll(number)
+        buffer.log.close()
     return tmp_path / "log"
 
 
@@ -26,7 +26,7 @@ def replay(path):
     return CliRunner().invoke(main, ["replay", str(path)])
 
 
-def test_a_folder_is_replayed_life_by_life(log):
+def test_a_folder_is_replayed_incarnation_by_incarnation(log):
     result = replay(log)
     assert result.exit_code == 0
     lines = result.output.splitlines()
@@ -60,7 +60,7 @@ def test_the_first_row_that_is_answered_otherwise_is_shown(log):
     assert f"  {path.name}: line {number}: GroupsSubmitted(" in result.output
     assert "is answered by Dispatch(instance='a'" in result.output
     assert "in the log by Dispatch(instance='b'" in result.output
-    assert result.output.count("the same answers") == 1  # the other life's
+    assert result.output.count("the same answers") == 1  # the other incarnation's
     assert "replay it with that" not in result.output
 
 

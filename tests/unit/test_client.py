@@ -272,7 +272,7 @@ async def test_what_was_given_up_is_cancelled_again_and_nothing_else_ever(buffer
         again = await client.submit([[1]], n=2, rollout_id="r")
         await buffer.until(Submit, 2)
         assert again.submission != rollout.submission
-        # That of another life, the one at work, and the one before.
+        # That of another incarnation, the one at work, and the one before.
         for submission in (5, again.submission, rollout.submission):
             await buffer.say(progress("r", submission))
         await buffer.until(Cancel, 2)

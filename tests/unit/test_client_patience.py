@@ -122,7 +122,7 @@ async def test_a_deadline_cancels_the_rest_of_its_own_rollout_and_no_later_one_o
 
 
 @virtual
-async def test_the_default_number_is_above_all_and_uses_of_later_lives_are_later():
+async def test_the_default_number_is_above_all_and_uses_of_later_incarnations_are_later():
     async with connected() as (buffer, client):
         numbers = [(await client.submit([[1]], rollout_number=number)) for number in (40, 5, None)]
         assert [rollout.rollout_number for rollout in numbers] == [40, 5, 41]

@@ -227,7 +227,7 @@ def test_what_was_under_way_to_a_trainer_that_lost_it_holds_up_nothing_else(monk
     assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["next"]
 
 
-def test_silence_and_another_registration_of_the_same_life_speak_against_nothing():
+def test_silence_and_another_registration_of_the_same_incarnation_speak_against_nothing():
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
@@ -303,7 +303,7 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
 
 
 @pytest.mark.parametrize(("incarnation", "deaths"), [(1, 0), (2, 1)])
-def test_an_engine_that_registers_again_in_its_life_has_not_died(incarnation, deaths):
+def test_an_incarnation_that_registers_again_has_not_died(incarnation, deaths):
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()

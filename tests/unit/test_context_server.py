@@ -40,7 +40,7 @@ class Served:
         self.tasks = []
 
     async def begin(self, incarnation, opened=(), progress=()):
-        """Start a life of the buffer, which holds this."""
+        """Start an incarnation of the buffer, which holds this."""
         self.transport, at = MemoryTransport(self.network), self.config.endpoints
         publisher = await self.transport.publisher(at.events)
         router = await self.transport.router(at.event_snapshots)

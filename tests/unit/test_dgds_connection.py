@@ -45,7 +45,7 @@ async def test_an_answer_tells_what_is_new_in_it_and_follows_what_is_known():
 
 
 @virtual
-async def test_a_welcome_of_the_same_life_changes_nothing():
+async def test_a_welcome_of_the_same_incarnation_changes_nothing():
     async with system() as it:
         client = it.client()
         await asyncio.sleep(1)

@@ -278,21 +278,21 @@ async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
     path = tmp_path / "memory"
     remembering = DgdsConfig(remember_tokens=10**6, remember_path=str(path))
     config = Config(dgds=remembering)
-    for life in range(3):
+    for incarnation in range(3):
         server = make(config, MemoryTransport(MemoryNetwork()), LoopClock())
         await server.start()
         now, prompt = LoopClock().now(), prompt_digest(PROMPT)
-        server.store.register(life, 0.0, now, prompt)
-        past = server.store.deltas(life, {}, 100, now)
-        if life == 2:
+        server.store.register(incarnation, 0.0, now, prompt)
+        past = server.store.deltas(incarnation, {}, 100, now)
+        if incarnation == 2:
             assert past.deltas == []  # the file was damaged in between
             break
-        assert [bytes(delta.tokens) for delta in past.deltas] == [bytes(pack(array(7)))] * life
-        server.store.append(life, 0, 1, 0, pack(array(7)).data, now)
+        assert [bytes(delta.tokens) for delta in past.deltas] == [bytes(pack(array(7)))] * incarnation
+        server.store.append(incarnation, 0, 1, 0, pack(array(7)).data, now)
         server.drain()
         await server.run()
         assert past_groups_file.load(path, server._shared) == [(prompt, (bytes(pack(array(7))),))]
-        if life == 1:
+        if incarnation == 1:
             path.write_bytes(path.read_bytes()[:-1])
 
 

@@ -265,7 +265,7 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         assert isinstance(reborn.said[0], wire.Register)
         assert server.running == {}
         assert server._driver.stats.running == 0
-        # The same attempt number again, in the buffer's new life: nothing of the old run may show.
+        # The same attempt number again, in the buffer's new incarnation: nothing of the old run may show.
         await reborn.run(new=5)
         await eventually(lambda: bool(reborn.results()))
         assert {key: result.count for key, result in reborn.results().items()} == {("0", 1): 5}

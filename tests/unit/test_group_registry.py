@@ -279,7 +279,7 @@ def test_a_submission_of_an_earlier_use_that_comes_late_changes_nothing():
     assert machine.groups["r/p"].submission == 5
     assert pick(
         submit(machine, "p", n=1, submission=4, params_digest=1, address=b"2"), instructions.Deliver
-    )  # another life counts anew
+    )  # another incarnation counts anew
 
 
 def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_other_content():
@@ -299,7 +299,7 @@ def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_ot
     check(machine)
 
 
-def test_groups_of_an_open_rollout_are_delivered_to_the_life_that_asked_for_them():
+def test_groups_of_an_open_rollout_are_delivered_to_the_incarnation_that_asked_for_them():
     machine = make(engines=("a",))
     open_ = {"n": 1, "max_tokens": 16, "open": True}
     first, early = pick(submit(machine, "p", "q", submission=5, address=b"1", **open_), instructions.Dispatch)
@@ -307,6 +307,6 @@ def test_groups_of_an_open_rollout_are_delivered_to_the_life_that_asked_for_them
     assert pick(end(machine, first), instructions.Deliver) == [instructions.Deliver(b"1", "r/p")]
     submit(machine, "u", submission=8, address=b"2", **open_)
     submit(machine, "v", submission=9, address=b"2", **open_)
-    assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this life
+    assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this incarnation
     out = submit(machine, "q", submission=10, address=b"2", **open_)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]

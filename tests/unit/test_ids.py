@@ -54,7 +54,7 @@ def test_incarnations_differ_and_fit_a_message():
     assert all(0 <= number < 2**63 for number in made)
 
 
-def test_a_later_life_has_a_greater_incarnation(monkeypatch):
+def test_a_later_start_has_a_greater_incarnation(monkeypatch):
     for now in (0, 1, 1_800_000_000_000, 2**43 - 1):
         monkeypatch.setattr("time.time_ns", lambda now=now: now * 10**6)
         earlier = max(new_incarnation() for _ in range(100))

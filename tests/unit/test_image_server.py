@@ -188,7 +188,7 @@ async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path
 
 
 @virtual
-async def test_the_next_life_has_them_once_they_were_checked(tmp_path):
+async def test_the_next_incarnation_has_them_once_they_were_checked(tmp_path):
     async with running(tmp_path) as world:
         for prepared in (LARGE, image(1), image(2)):
             await world.send(prepared)

@@ -27,7 +27,7 @@ def chunk(seed, count):
 
 
 class Buffer:
-    """What the rest of the buffer has of groups of this life."""
+    """What the rest of the buffer has of groups of this incarnation."""
 
     def __init__(self):
         self.groups, self.asked = {}, []
@@ -85,11 +85,11 @@ def test_what_was_kept_is_offered_and_restored(tmp_path):
             assert got.dtype == parts[0].dtype
 
 
-def test_it_goes_on_in_the_same_file_life_after_life(tmp_path):
+def test_it_goes_on_in_the_same_file_incarnation_after_incarnation(tmp_path):
     written(tmp_path)
-    for life in range(3):
+    for incarnation in range(3):
         kept = begun(tmp_path, "p")
-        assert kept.offer("r", "p", ASKED, PROMPT).responses[0].count == 14 + 4 * life
+        assert kept.offer("r", "p", ASKED, PROMPT).responses[0].count == 14 + 4 * incarnation
         kept.restore("r/p")
         keep(kept, "p", 0, chunk(9, 4))
         kept.close()

@@ -34,7 +34,7 @@ if what == "refuse":
 if what.startswith("{"):
     os.write(int(options["--ready-fd"]), what.encode() + b"\\n")
     sys.exit(2)
-if what == "once":  # its first life works
+if what == "once":  # its first incarnation works
     first = options["--config"] + ".first"
     if os.path.exists(first):
         print("out of luck", flush=True)
@@ -160,7 +160,7 @@ async def test_the_environment_is_not_applied_twice(monkeypatch: pytest.MonkeyPa
     assert b"CHILD_engine_0" in environ
 
 
-async def test_a_log_keeps_what_earlier_lives_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_keeps_what_earlier_incarnations_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_dgds", "die")
     async with LocalSystem(REPLAY, 1) as system:
         log = Path(system.endpoint.removeprefix("ipc://")).parent / "dgds.log"

@@ -1,7 +1,7 @@
 """Which segments of a log's folder are kept."""
 
 import pytest
-from log_lives import Life
+from logged_buffer import LoggedBuffer
 
 from seer.services.buffer.events import Tick
 from seer.services.buffer.log import segments, writer
@@ -23,10 +23,10 @@ def uses(folder):
 
 
 def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
-    life = Life(tmp_path)
+    buffer = LoggedBuffer(tmp_path)
     for number in range(1, 9):
-        life.roll(number)
-    life.log.close()
+        buffer.roll(number)
+    buffer.log.close()
     found = uses(tmp_path)
     # The rule is applied when a segment begins: since then others may have been submitted.
     assert {("r6", 6), ("r7", 7), ("r8", 8)} <= set(found)
@@ -36,43 +36,43 @@ def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
 
 
 def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
-    life = Life(tmp_path)
-    life.tell(events.GroupsSubmitted("t", "long", 1, 30, [events.GroupSpec("0", 10)], submission=9))
+    buffer = LoggedBuffer(tmp_path)
+    buffer.tell(events.GroupsSubmitted("t", "long", 1, 30, [events.GroupSpec("0", 10)], submission=9))
     for number in range(1, 9):
-        life.roll(number)
-    life.log.close()
+        buffer.roll(number)
+    buffer.log.close()
     assert uses(tmp_path)[0] == ("long", 9)
 
 
 def test_as_long_as_there_are_few_rollouts_all_is_kept(tmp_path):
     for incarnation in range(1, 6):
-        Life(tmp_path, incarnation=incarnation).log.close()
+        LoggedBuffer(tmp_path, incarnation=incarnation).log.close()
     assert len(segments.incarnations(tmp_path)) == 5
 
 
-def test_rollouts_of_all_lives_count(tmp_path):
+def test_rollouts_of_all_incarnations_count(tmp_path):
     for number in range(1, 7):
-        life = Life(tmp_path, incarnation=number)
-        life.roll(number)
-        life.log.close()
-    Life(tmp_path, incarnation=7).log.close()
+        buffer = LoggedBuffer(tmp_path, incarnation=number)
+        buffer.roll(number)
+        buffer.log.close()
+    LoggedBuffer(tmp_path, incarnation=7).log.close()
     assert set(uses(tmp_path)) == {("r4", 4), ("r5", 5), ("r6", 6)}
 
 
-def test_who_comes_back_to_a_rollout_keeps_what_its_earlier_life_wrote_of_it(tmp_path):
+def test_who_comes_back_to_a_rollout_keeps_what_its_earlier_incarnation_wrote_of_it(tmp_path):
     for incarnation, number in enumerate((1, 2, 3, 1), 1):
-        life = Life(tmp_path, incarnation=incarnation)
-        life.roll(number)
-        life.log.close()
-    Life(tmp_path, incarnation=5).log.close()
+        buffer = LoggedBuffer(tmp_path, incarnation=incarnation)
+        buffer.roll(number)
+        buffer.log.close()
+    LoggedBuffer(tmp_path, incarnation=5).log.close()
     assert len(segments.incarnations(tmp_path)) == 5
 
 
 def test_all_together_are_bounded_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "KEPT_BYTES", 60_000)
-    life = Life(tmp_path)
-    life.roll(1, prompts=20)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1, prompts=20)
+    buffer.log.close()
     paths = segments.segments(tmp_path)
     assert sum(path.stat().st_size for path in paths[:-1]) <= 60_000
     assert len(paths) > 2
@@ -82,16 +82,16 @@ def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monke
     monkeypatch.setattr(segments, "KEPT_BYTES", 1)
     for name in ("notes.jsonl", "0" * 16 + "-1.jsonl", "r1.kept"):
         (tmp_path / name).write_text("mine")
-    first = Life(tmp_path, incarnation=1)
+    first = LoggedBuffer(tmp_path, incarnation=1)
     [live] = segments.segments(tmp_path)
-    second = Life(tmp_path, incarnation=2)
+    second = LoggedBuffer(tmp_path, incarnation=2)
     second.roll(1)
     second.log.close()
     assert live.exists()
     first.tell(Tick())
     first.log.close()
     assert [line.event for _, line in replay_incarnation([live])][-1] == Tick()
-    Life(tmp_path, incarnation=3).log.close()
+    LoggedBuffer(tmp_path, incarnation=3).log.close()
     assert [path.name[:16] for path in segments.segments(tmp_path)] == [f"{3:016x}"]
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -100,9 +100,9 @@ def test_another_buffer_that_deletes_at_the_same_time_does_not_end_a_log(tmp_pat
     incarnations = segments.incarnations
     gone = tmp_path / f"{0:016x}-000000.jsonl"
     monkeypatch.setattr(segments, "incarnations", lambda folder: [*incarnations(folder), [gone]])
-    life = Life(tmp_path)
-    life.roll(1)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1)
+    buffer.log.close()
     assert len(segments.segments(tmp_path)) > 2
 
 
@@ -112,8 +112,8 @@ def test_what_cannot_be_read_goes_first(tmp_path, monkeypatch):
     broken.write_bytes(b"\x00" * 5000)
     half = tmp_path / f"{8:016x}-000000.jsonl"
     half.write_bytes(b"")
-    life = Life(tmp_path)
-    life.roll(1)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1)
+    buffer.log.close()
     assert not broken.exists()
     assert not half.exists()

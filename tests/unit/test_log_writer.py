@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from log_lives import Life
+from logged_buffer import LoggedBuffer
 from structlog.testing import capture_logs
 
 from seer.common.errors import ConfigError
@@ -25,24 +25,24 @@ def small(monkeypatch):
 
 
 def test_a_log_goes_on_in_segments_that_run_through_the_machines_one_after_another(tmp_path, small):
-    life = Life(tmp_path / "new" / "log")
-    life.roll(1)
-    life.roll(2)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path / "new" / "log")
+    buffer.roll(1)
+    buffer.roll(2)
+    buffer.log.close()
     [paths] = segments.incarnations(tmp_path / "new" / "log")
     assert len(paths) > 3
     assert [read(path)[0].number for path in paths] == list(range(len(paths)))
     told = list(replay_incarnation(paths))
-    assert told[-1][1].time == life.now
+    assert told[-1][1].time == buffer.now
     assert len(list(replay_incarnation(paths[2:]))) < len(told)
     for path in paths:
         assert list(replay_incarnation([path]))
 
 
 def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, small):
-    life = Life(tmp_path)
-    life.roll(1)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1)
+    buffer.log.close()
     [paths] = segments.incarnations(tmp_path)
     text = paths[1].read_bytes()
     assert b'"tokens":' in text.partition(b"\n")[0]
@@ -53,9 +53,9 @@ def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, s
 
 def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.Folder, "limit", 6000)
-    life = Life(tmp_path)
-    life.roll(1, prompts=100)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1, prompts=100)
+    buffer.log.close()
     for path in segments.segments(tmp_path)[:-1]:
         first = path.read_bytes().index(b"\n")
         assert path.stat().st_size > max(4000, writer.SNAPSHOTS * first)
@@ -63,15 +63,15 @@ def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
 
 def test_a_segment_goes_on_while_there_are_many_requests_but_not_for_ever(tmp_path, small, monkeypatch):
     monkeypatch.setattr(writer, "SNAPSHOT_REQUESTS", 10)
-    life = Life(tmp_path)
-    life.roll(1, prompts=30)
-    life.log.close()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1, prompts=30)
+    buffer.log.close()
     heads = [read(path)[0] for path in segments.segments(tmp_path)]
     sizes = [path.stat().st_size for path in segments.segments(tmp_path)]
     assert sizes[0] > 3 * 4000
     assert all(len(head.state) < 10_000 for head in heads)
     monkeypatch.setattr(writer.Folder, "longest", 9000)
-    other = Life(tmp_path / "other", 2)
+    other = LoggedBuffer(tmp_path / "other", 2)
     other.roll(1, prompts=30)
     other.log.close()
     assert max(path.stat().st_size for path in segments.segments(tmp_path / "other")[:2]) < 9000 + 2 * 4000
@@ -82,39 +82,39 @@ def test_a_segment_goes_on_while_there_are_many_requests_but_not_for_ever(tmp_pa
 def test_rows_in_memory_are_dropped_while_there_are_too_many_requests(tmp_path, small, monkeypatch):
     monkeypatch.setattr(writer, "SNAPSHOT_REQUESTS", 10)
     monkeypatch.setattr(writer.Ring, "longest", 9000)
-    life = Life("")
+    buffer = LoggedBuffer("")
     seen = []
-    tell = life.tell
-    life.tell = lambda event: (
-        seen.append(sum(len(text) for _, text in life.log._segments.kept)),
+    tell = buffer.tell
+    buffer.tell = lambda event: (
+        seen.append(sum(len(text) for _, text in buffer.log._segments.kept)),
         tell(event),
     )[1]
-    life.roll(1, prompts=30)
+    buffer.roll(1, prompts=30)
     assert max(seen) < 9000 + 2 * 4000 + 8000
     assert 0 in seen
-    life.roll(2)
+    buffer.roll(2)
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
-    life.log.dump()
+    buffer.log.dump()
     [folder] = tmp_path.iterdir()
     [paths] = segments.incarnations(folder)
-    assert [line for _, line in replay_incarnation(paths)][-1].time == life.now
+    assert [line for _, line in replay_incarnation(paths)][-1].time == buffer.now
 
 
 def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, monkeypatch):
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
-    life = Life("")
+    buffer = LoggedBuffer("")
     for number in range(5):
-        life.roll(number)
-    kept = life.log._segments.kept
+        buffer.roll(number)
+    kept = buffer.log._segments.kept
     assert len(kept) == 2
     assert sum(len(text) for _, text in kept) < 2 * 8000 + 8000
     with capture_logs() as logged:
-        life.log.dump()
+        buffer.log.dump()
     [folder] = tmp_path.iterdir()
     assert logged[0]["command"] == f"seer replay {folder}"
     [paths] = segments.incarnations(folder)
     rows = [line for _, line in replay_incarnation(paths)]
-    assert rows[-1].time == life.now
+    assert rows[-1].time == buffer.now
     assert len(rows) > 10
 
 
@@ -126,7 +126,7 @@ def test_of_many_crashes_the_last_are_kept(tmp_path, monkeypatch):
     kept = []
     for number in range(writer.CRASHES + 3):
         before = set(tmp_path.iterdir())
-        Life("").log.dump()
+        LoggedBuffer("").log.dump()
         (folder,) = set(tmp_path.iterdir()) - before
         os.utime(folder, (number, number))
         kept.append(folder)
@@ -141,8 +141,8 @@ def test_a_crash_leaves_its_log_where_the_process_s_own_folder_is_no_more(tmp_pa
 
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
     with private_temporary_folder():
-        life = Life("")
-        life.log.dump()
+        buffer = LoggedBuffer("")
+        buffer.log.dump()
     [folder] = tmp_path.iterdir()
     assert len(segments.segments(folder)) == 1
 
@@ -150,7 +150,7 @@ def test_a_crash_leaves_its_log_where_the_process_s_own_folder_is_no_more(tmp_pa
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"buffer\.log = .*file/log.*give a folder"):
-        Life(tmp_path / "file" / "log")
+        LoggedBuffer(tmp_path / "file" / "log")
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -167,11 +167,11 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
 
     monkeypatch.setattr(Path, "open", lambda path, mode, **_: Disk(path, mode.replace("b", "")))
     with capture_logs() as logged:
-        life = Life(tmp_path)
-        life.roll(1)
-        life.log.close()
+        buffer = LoggedBuffer(tmp_path)
+        buffer.roll(1)
+        buffer.log.close()
     assert [entry["event"] for entry in logged] == ["the log ends here, until it can be written"]
-    assert life.machine.requests.counters["tokens"] > 0
+    assert buffer.machine.requests.counters["tokens"] > 0
     for paths in segments.incarnations(tmp_path):
         assert list(replay_incarnation(paths))
 
@@ -202,28 +202,28 @@ def test_wherever_the_disk_fills_the_log_begins_again_once_there_is_room(
         Path, "open", lambda path, mode, **_: Disk(path, "x") if mode == "xb" else opened(path, mode)
     )
     monkeypatch.setattr(writer, "check_room", check_room)
-    life = Life(tmp_path)
+    buffer = LoggedBuffer(tmp_path)
     turn = 0
-    while life.log.outage is None:
-        life.roll(turn := turn + 1)
-        life.log.tick(life.now)
-    since = life.log.outage.since
-    life.roll(100)
-    life.log.tick(life.now + 20.0)
-    assert life.log.outage.since == since
-    assert os.strerror(number) in life.log.outage.why
+    while buffer.log.outage is None:
+        buffer.roll(turn := turn + 1)
+        buffer.log.tick(buffer.now)
+    since = buffer.log.outage.since
+    buffer.roll(100)
+    buffer.log.tick(buffer.now + 20.0)
+    assert buffer.log.outage.since == since
+    assert os.strerror(number) in buffer.log.outage.why
     left = 10**7
-    life.now += 100.0
-    life.log.tick(life.now)
-    assert life.log.outage is None
-    life.roll(101)
-    life.log.close()
+    buffer.now += 100.0
+    buffer.log.tick(buffer.now)
+    assert buffer.log.outage is None
+    buffer.roll(101)
+    buffer.log.close()
     [paths] = segments.incarnations(tmp_path)
     rows = [line for _, line in replay_incarnation(paths)]
     submitted = [row.event.rollout_id for row in rows if isinstance(row.event, events.GroupsSubmitted)]
     assert "r100" not in submitted
     assert submitted[-1] == "r101"
-    assert rows[-1].time == life.now
+    assert rows[-1].time == buffer.now
     timeline = read_timeline(tmp_path)
     by_name = {each.rollout_id: each for each in timeline.rollouts}
     assert all(each.finished for each in by_name["r101"].responses)

@@ -53,7 +53,7 @@ def test_a_repetition_is_let_through_and_remembered():
 
 def test_who_repeats_keeps_the_noise_from_others_and_none_gives_back_what_is_not_its_own():
     noise = UsedNoise()
-    again = claim(noise, repeat=True)  # of what an earlier life had
+    again = claim(noise, repeat=True)  # of what an earlier incarnation had
     with pytest.raises(InvalidField):
         claim(noise)
     again.failed()

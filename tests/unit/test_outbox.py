@@ -281,7 +281,7 @@ def hello(name: str, incarnation: int) -> tuple[bytes, wire.Hello]:
     return me.address(), me.hello()
 
 
-def test_a_name_is_its_latest_lifes():
+def test_a_name_is_its_latest_incarnations():
     known, first = Peers(), new_incarnation()
     (old, its), (new, their) = hello("e", first), hello("e", first + LATER)
     known.hello(old, its, 0.0)
@@ -299,16 +299,16 @@ def test_a_name_is_its_latest_lifes():
     assert known.address_of("e") == earlier
 
 
-def test_a_silent_life_loses_its_name_to_an_earlier_one_that_talks():
+def test_a_silent_incarnation_loses_its_name_to_an_earlier_one_that_talks():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
     known.hello(holder, its, 0.0)
     assert [known.hello(other, their, now) for now in (1.0, 6.0, 11.0, 16.0)] == [holder] * 3 + [None]
     assert known.address_of("e") == other
-    assert known.hello(holder, its, 60.0) == other, "a life that wakes up does not get its name back"
+    assert known.hello(holder, its, 60.0) == other, "an incarnation that wakes up does not get its name back"
 
 
-def test_a_life_that_talks_keeps_its_name_from_earlier_ones():
+def test_an_incarnation_that_talks_keeps_its_name_from_earlier_ones():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
     for now in range(0, 200, 5):
@@ -345,7 +345,7 @@ def test_a_stall_of_ones_own_is_not_the_silence_of_others():
     assert known.address_of("e") == holder
 
 
-def test_lives_of_one_millisecond_are_taken_as_they_come():
+def test_incarnations_of_one_millisecond_are_taken_as_they_come():
     known, first = Peers(), LATER * 1000
     for incarnation in (first + 5, first + 3):
         known.hello(*hello("e", incarnation), 0.0)

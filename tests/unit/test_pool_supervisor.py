@@ -235,7 +235,7 @@ async def test_a_master_that_hangs_is_replaced_and_a_stalled_machine_is_no_silen
 @virtual
 async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
     tried: list[float] = []
-    lives = iter([0.0, 2 * HEALTHY_SECONDS])
+    lasted = iter([0.0, 2 * HEALTHY_SECONDS])
 
     async def begin() -> None:
         tried.append(asyncio.get_running_loop().time())
@@ -243,7 +243,7 @@ async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
             raise PoolError("") if len(tried) % 2 else OSError(28, "No space left on device")
 
     async def lost() -> str:
-        await asyncio.sleep(next(lives, 0.0))
+        await asyncio.sleep(next(lasted, 0.0))
         return "it ended"
 
     keeper = asyncio.create_task(supervise("it", begin, lost, LoopClock()))
@@ -252,7 +252,7 @@ async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
     keeper.cancel()
     pauses = [after - before for before, after in itertools.pairwise(tried)]
     assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, LONGEST_SECONDS]
-    assert pauses[9] == 2 * HEALTHY_SECONDS + 0.5  # a healthy life is forgiven
+    assert pauses[9] == 2 * HEALTHY_SECONDS + 0.5  # a healthy incarnation is forgiven
     assert len(tried) < 3600 / LONGEST_SECONDS + 20
 
 

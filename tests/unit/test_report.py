@@ -76,7 +76,7 @@ def test_a_response_moves_and_ends() -> None:
         (orders.cancelled("t", "r", []), [orders.dropped_chunk("e0", "r/a#0", 1)], End.DROPPED),
         (Left(["e0"]), [], End.ENGINE_LOST),
         (Left(["e0"], died=True), [], End.ENGINE_LOST),
-        (orders.joined("e0", CAPACITY, 1), [], End.ENGINE_LOST),  # the same life, again
+        (orders.joined("e0", CAPACITY, 1), [], End.ENGINE_LOST),  # the same incarnation, again
         (orders.joined("e0", CAPACITY, 9), [], End.ENGINE_LOST),
         (Tick(), [dispatch("e1", "r/a#0", 2)], End.ENGINE_LOST),
         (Tick(), [], End.RUNNING),
@@ -90,7 +90,7 @@ def test_how_a_chunk_ends(event: object, out: list[object], how: End) -> None:
     assert (chunk.how, chunk.end, chunk.tokens) == (how, 1e9 + 3, 0)
 
 
-def test_lives_of_engines() -> None:
+def test_incarnations_of_engines() -> None:
     timeline = told(
         *beginning(),
         (2.0, orders.joined("e0", CAPACITY, 1), []),
@@ -119,7 +119,7 @@ def test_a_log_that_begins_in_the_middle_and_rows_of_another_kind() -> None:
 
 
 class LaterSegment(msgspec.Struct):
-    """A header that holds the machines' state, as a segment in the middle of a life has one."""
+    """A header that holds the machines' state, as a segment in the middle of an incarnation has one."""
 
     state: BufferMachine
     incarnation: int = HEADER.incarnation
@@ -179,7 +179,7 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
     assert booked[0] == booked[1] > 0
 
 
-def test_segments_of_one_life_are_one_and_another_life_is_a_loss() -> None:
+def test_segments_of_one_incarnation_are_one_and_another_incarnation_is_a_loss() -> None:
     reader = LogReader()
     told(*beginning(), reader=reader)
     reader.begin(HEADER)  # the next segment

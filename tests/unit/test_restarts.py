@@ -18,7 +18,7 @@ def test_what_has_proved_that_it_works_is_not_given_up_for_its_work():
     assert [record.pause(0.0) for _ in range(LIMIT + 1)] == [PAUSES[-1]] * LIMIT + [None]
 
 
-def test_a_healthy_life_forgives():
+def test_a_healthy_incarnation_forgives():
     record = Restarts()
     for _ in range(3 * LIMIT):
         assert record.pause(HEALTHY_SECONDS) == PAUSES[0]

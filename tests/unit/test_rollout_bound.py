@@ -46,7 +46,7 @@ def test_an_engine_counts_for_as_long_as_it_was_there() -> None:
     assert bound_seconds(900, 30, [(InstanceStats(best_rate=50.0), 1.0), (fast, 0.0)]) == 18.0
 
 
-def test_the_best_speeds_are_those_of_all_lives() -> None:
+def test_the_best_speeds_are_those_of_all_incarnations() -> None:
     before = InstanceStats(best_rate=100.0, token_seconds_alone=0.02, steps=9)
     assert best_of_incarnations(before, None) is before
     after = best_of_incarnations(InstanceStats(steps=1), before)

@@ -47,7 +47,7 @@ def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
     assert made.apply(orders.slept("a", True), 5.0, idle=True) == [orders.rests("t", True, "", 8)]
 
 
-def test_a_new_life_has_a_deadline_of_its_own():
+def test_a_new_incarnation_has_a_deadline_of_its_own():
     made = machine("a")
     assert made.apply(orders.sleep("t", True), 0.0, idle=True) == [orders.rest("a", True)]
     made.apply(orders.joined("a"), 590.0, idle=True)
@@ -71,7 +71,7 @@ def asleep_by(wish):
     return orders.joined("b", sleeping=ALL, wish=wish)
 
 
-def test_what_this_life_was_asked_is_later_than_all_wishes_even_after_a_clock_went_back():
+def test_what_this_incarnation_was_asked_is_later_than_all_wishes_even_after_a_clock_went_back():
     made = SleepMachine(first_wish=5)
     made.apply(AT_WORK, 0.0, idle=True)
     made.apply(orders.sleep("t", False), 0.0, idle=True)
@@ -79,7 +79,7 @@ def test_what_this_life_was_asked_is_later_than_all_wishes_even_after_a_clock_we
     assert made.apply(Tick(), 0.0, idle=True) == [orders.rest("b", False)]
     made.apply(orders.sleep("late", True, tags=ALL, wish=950), 0.0, idle=True)
     assert not made.wanted
-    assert made._wish > 950, "the next life is to follow it"
+    assert made._wish > 950, "the next incarnation is to follow it"
 
 
 def test_a_wish_that_no_buffer_gave_is_not_followed():
@@ -97,7 +97,7 @@ def test_a_fresh_engine_is_told_by_which_wish_it_is_awake():
     assert made.apply(fresh, 0.0, idle=True) == [orders.rest("fresh", False, wish=5)]
 
 
-def test_the_level_of_an_earlier_life_is_that_of_any_engine_that_dropped_weights():
+def test_the_level_of_an_earlier_incarnation_is_that_of_any_engine_that_dropped_weights():
     made = SleepMachine(first_wish=1000)
     made.apply(asleep_by(5), 0.0, idle=True)
     dropped = orders.joined("c", sleeping=ALL, dropped=True, wish=5)

@@ -111,7 +111,7 @@ def part(name, offset, length=100):
     return wire.SpoolData(name=name, offset=offset, checksum=checksum(data), data=data)
 
 
-async def life(world):
+async def two_streams(world):
     """Two streams one after the other, with readers; the second may use the first one's file."""
     for name in ("v1-a", "v2-a", "v3-a"):
         await world.put(wire.OpenSpool(name=name, size=200))
@@ -133,7 +133,7 @@ def test_no_call_that_fails_ends_the_spool(tmp_path, stays):
             disk = Disk(monkeypatch, nth, stays=stays)
             world = World(folder)
             disk.watch(world.spool)
-            await life(world)
+            await two_streams(world)
             assert not world.task.done(), world.task
             disk.left, disk.stays = -1, False  # there is room again
             await world.put(wire.OpenSpool(name="v9-a", size=100))
@@ -257,7 +257,7 @@ async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
 
 
 @virtual
-async def test_what_an_earlier_life_left_stays_for_engines_that_are_not_back_yet(tmp_path):
+async def test_what_an_earlier_incarnation_left_stays_for_engines_that_are_not_back_yet(tmp_path):
     for back in (False, True):
         world = World(tmp_path)
         await world.put(wire.OpenSpool(name="v1-a", size=100))

@@ -103,7 +103,7 @@ def test_only_its_user_reads_it(tmp_path, claimed):
         temporary.release()
 
 
-def test_whole_streams_of_an_earlier_life_are_taken_over_and_others_deleted(claimed):
+def test_whole_streams_of_an_earlier_incarnation_are_taken_over_and_others_deleted(claimed):
     for name, size in (("v1-whole", 4), ("v2-part", 4), ("v3-short", 8)):
         stream = begin(claimed, name, size)
         stream.file.write_bytes(bytes(4))

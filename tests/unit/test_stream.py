@@ -105,7 +105,7 @@ async def test_a_restart_replaces_the_state():
     await asyncio.sleep(60)
     publisher = await Publisher(MemoryTransport(network), incarnation=2).start()
     await asyncio.sleep(BEACON_SECONDS + 0.1)
-    assert follower.state == {}, "an idle new life is noticed by its beacon"
+    assert follower.state == {}, "an idle new incarnation is noticed by its beacon"
     await publisher.put("new", 2.0)
     await asyncio.sleep(0.1)
     assert follower.state == {"new": 2.0}
@@ -148,12 +148,12 @@ def test_any_faults_and_restarts_end_in_the_same_state(seed):
             return FaultyTransport(MemoryTransport(network), 100 * seed + salt, plan, LoopClock())
 
         follower = Follower(node(9))
-        for life in range(1, 4):
-            publisher = await Publisher(node(life), incarnation=life).start()
+        for incarnation in range(1, 4):
+            publisher = await Publisher(node(incarnation), incarnation=incarnation).start()
             for n in range(200):
-                await publisher.put(f"{life}.{n % 20}", float(n))
+                await publisher.put(f"{incarnation}.{n % 20}", float(n))
                 await asyncio.sleep(0.05)
-            if life < 3:
+            if incarnation < 3:
                 await publisher.stop()
         await eventually(lambda: follower.state == publisher.state, seconds=120)
         assert follower.stream.counters["snapshots"] > 1

@@ -198,7 +198,7 @@ def test_engines_that_are_to_sleep_take_no_update():
     asked = orders.update("t", 1, "/new")
     (fail,) = machine.apply(asked, 0.0, idle=True, asleep=True)
     assert "engines sleep: wake them first" in fail.message.reasons[""]
-    ask(machine)  # and then the wish of an earlier life is heard of
+    ask(machine)  # and then the wish of an earlier incarnation is heard of
     *_, fail = machine.apply(Tick(), 0.0, idle=True, awake=["a"], asleep=True)
     assert "engines sleep: wake them first" in fail.message.reasons[""]
     assert not machine.updating

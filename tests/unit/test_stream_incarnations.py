@@ -1,4 +1,4 @@
-"""Past lives of a publisher, messages that come twice, and who asks for snapshots when."""
+"""Past incarnations of a publisher, messages that come twice, and who asks for snapshots when."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def test_a_message_that_comes_twice_is_applied_once():
 
 
 @virtual
-async def test_mail_of_the_life_that_was_followed_before_leads_nowhere():
+async def test_mail_of_the_incarnation_that_was_followed_before_leads_nowhere():
     network = MemoryNetwork()
     first, follower = await following(network, 1)
     await first.stop()
@@ -57,7 +57,7 @@ async def test_mail_of_the_life_that_was_followed_before_leads_nowhere():
 
 
 @virtual
-async def test_a_life_taken_for_past_is_looked_at_again_after_a_while():
+async def test_an_incarnation_taken_for_past_is_looked_at_again_after_a_while():
     publisher, follower = await following(MemoryNetwork())
     for pause, restarts in ((0.0, 1), (1.0, 1), (RETIRED_SECONDS, 2)):
         await asyncio.sleep(pause)

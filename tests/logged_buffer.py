@@ -1,4 +1,4 @@
-"""Lives of the buffer's machines, with their log."""
+"""The buffer's machines, with their log."""
 
 import orders
 
@@ -14,8 +14,8 @@ from seer.services.buffer.requests.state import Limits
 CAPACITY = Capacity(kv_blocks=50, block_size=16, max_num_seqs=4, max_model_len=400)
 
 
-class Life:
-    """A life of the machines, with its log."""
+class LoggedBuffer:
+    """An incarnation of the buffer's machines, with its log."""
 
     def __init__(self, folder, incarnation=1):
         header = Header(
