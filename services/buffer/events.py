@@ -34,7 +34,7 @@ class Weights(Row, frozen=True):
 
 
 class Joined(Row, frozen=True):
-    """An engine registered, for the first time or again; no other one of it has the number `incarnation`.
+    """An engine registered, for the first time or again. `incarnation`: see `peers.incarnation_of`.
 
     `weights_endpoint` in `register` is empty if others are not to copy streams of weights from it.
     """

@@ -137,7 +137,7 @@ async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: 
 
 
 def incarnation_of(address: bytes) -> int:
-    """Return a number for the incarnation at an address, another one than its `Hello` has."""
+    """Return a number of the incarnation at an address. It is not the one in its `Hello`."""
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little")
 
 

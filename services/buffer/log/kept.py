@@ -117,7 +117,7 @@ class KeptChunks:
             for path in sorted(self._folder.glob(f"*{SUFFIX}")):
                 self._read(path)
 
-    # --- what an earlier incarnation kept ---------------------------------------------------------
+    # --- what an earlier incarnation kept --------------------------------------------------
 
     def _read(self, path: Path) -> None:
         try:
@@ -162,7 +162,7 @@ class KeptChunks:
         self._delete_unneeded(rollout_id)
         return file.offered.pop(prompt_id)
 
-    # --- this incarnation ---------------------------------------------------------------------------
+    # --- this incarnation --------------------------------------------------------------------
 
     def open(self, rollout_id: str, prompt_id: str) -> None:
         """Record that the buffer has a group: a file of its rollout stays until it is forgotten."""

@@ -43,7 +43,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def incarnations(folder: Path) -> list[list[Path]]:
-    """Return the segments of each incarnation, both in order, the latter unless a clock was set back."""
+    """Return each incarnation's segments in order; incarnations, too, unless a clock was set back."""
     found: dict[str, list[Path]] = {}
     for path in segments(folder):
         found.setdefault(path.name.partition("-")[0], []).append(path)
