@@ -48,5 +48,5 @@ async def test_whoever_is_killed_while_images_travel_gets_them_again(monkeypatch
         assert await rolled(client) == disturbed
         size = PROMPTS[0].images[0].image.size
         counters = (await client.status()).counters
-        assert counters["media_received_bytes"] <= 24 * size, "to this buffer, each once at most"
-        assert counters["media_sent_bytes"] <= 2 * 24 * size
+        assert counters["image_received_bytes"] <= 24 * size, "to this buffer, each once at most"
+        assert counters["image_sent_bytes"] <= 2 * 24 * size
