@@ -12,7 +12,7 @@ from seer.services.buffer.events import (
     ToTrainer,
     Weights,
 )
-from seer.services.buffer.requests.events import ChunkEnded
+from seer.services.buffer.requests.events import ChunkEnded, TokensArrived
 
 
 def pick(out, kind):
@@ -42,6 +42,10 @@ def ended(
         request_id, attempt, count, finish, stop_reason, preemptions, list(drafted), list(accepted)
     )
     return ChunkEnded(instance, result)
+
+
+def streamed(instance, request_id, attempt, count):
+    return TokensArrived(instance, wire.ChunkTokens(request_id, attempt, count))
 
 
 def rejected(instance, request_id, attempt, fatal, message):

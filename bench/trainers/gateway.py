@@ -3,9 +3,11 @@
 Both are up all the time, each with one engine; who has no requests is idle. A cell is a number of concurrent
 requests, n and max_tokens; every request is a `/v1/completions` of token ids, with `ignore_eos`. Prints JSON:
 requests/s, tokens/s, p50 and p99 of a request's seconds, CPU seconds of each process, and ratios to vLLM;
-medians of the rounds.
+medians of the rounds. With `--stream` answers are streamed: p50 and p99 of the seconds to the first part, and
+the parts of an answer, too.
 
     python bench/trainers/gateway.py --cells 256x1x16 256x8x16 --rounds 3
+    python bench/trainers/gateway.py --cells 64x1x128 --stream
 """
 
 from __future__ import annotations
@@ -152,12 +154,30 @@ def cell_of(text: str) -> tuple[int, int, int]:
     return requests, n, tokens
 
 
-async def load_of(server: Server, cell: tuple[int, int, int], number: int) -> dict[str, Any]:
+async def read_stream(response: aiohttp.ClientResponse) -> tuple[dict[str, Any], float, int]:
+    """Return the last part of a stream, when the first part came, and how many parts had choices."""
+    answer: dict[str, Any] = {}
+    first, parts = 0.0, 0
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            answer = json.loads(line[6:])
+            first = first or time.monotonic()
+            parts += bool(answer.get("choices"))
+    return answer, first, parts
+
+
+async def load_of(
+    server: Server, cell: tuple[int, int, int], number: int, *, stream: bool = False
+) -> dict[str, Any]:
     """Send all requests at once; return what they took."""
     requests, n, tokens = cell
     lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()
-    body = {"n": n, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    body: dict[str, Any] = {"n": n, "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     seconds: list[float] = []
+    firsts: list[float] = []
+    parts: list[int] = []
     before, began = server.cpu(), time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
@@ -167,7 +187,12 @@ async def load_of(server: Server, cell: tuple[int, int, int], number: int) -> di
             prompt = json.loads(lines[index % len(lines)])["prompt"]
             start = time.monotonic()
             async with http.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt}) as response:
-                answer = await response.json()
+                if stream and response.status == 200:
+                    answer, first, count = await read_stream(response)
+                    firsts.append(first - start)
+                    parts.append(count)
+                else:
+                    answer = await response.json()
                 if response.status != 200:
                     raise SystemExit(f"{server.url}: {response.status} {answer}")
             seconds.append(time.monotonic() - start)
@@ -177,8 +202,15 @@ async def load_of(server: Server, cell: tuple[int, int, int], number: int) -> di
     took = time.monotonic() - began
     assert sum(counts) == requests * n * tokens
     seconds.sort()
+    firsts.sort()
     after = server.cpu()
+    streamed = {
+        "p50_first_seconds": firsts[len(firsts) // 2],
+        "p99_first_seconds": firsts[int(0.99 * (len(firsts) - 1))],
+        "parts": statistics.median(parts),
+    } if stream else {}  # fmt: skip
     return {
+        **streamed,
         "requests_per_second": requests / took,
         "tokens_per_second": sum(counts) / took,
         "p50_seconds": seconds[len(seconds) // 2],
@@ -217,6 +249,7 @@ async def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=1)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="of both engines")
     parser.add_argument("--drafts", default="off", choices=["off", "own", "grouped"])
+    parser.add_argument("--stream", action="store_true")
     options = parser.parse_args()
     cells = {text: cell_of(text) for text in options.cells}
     results: dict[str, Any] = {}
@@ -228,11 +261,13 @@ async def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for number in range(options.rounds):
                 for name, server in sides.items():
-                    runs[name].append(await load_of(server, cell, number))
+                    runs[name].append(await load_of(server, cell, number, stream=options.stream))
             found = {name: median_of(each) for name, each in runs.items()}
             found["ratio"] = ratios(found["seer gateway"], found["vllm serve"])
             results[text] = found
-    settings = {name: getattr(options, name) for name in ("rounds", "seqs", "kv_gib", "core", "drafts")}
+    settings = {
+        name: getattr(options, name) for name in ("rounds", "seqs", "kv_gib", "core", "drafts", "stream")
+    }
     about = machine("vllm", "torch", "starlette", "uvicorn", "aiohttp")
     print(json.dumps({"machine": about, **settings, "cells": results}, indent=1))
 

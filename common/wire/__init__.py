@@ -45,6 +45,7 @@ from seer.common.wire.engines import BufferToEngine as BufferToEngine
 from seer.common.wire.engines import ChunkFailed as ChunkFailed
 from seer.common.wire.engines import ChunkResult as ChunkResult
 from seer.common.wire.engines import ChunksDone as ChunksDone
+from seer.common.wire.engines import ChunkTokens as ChunkTokens
 from seer.common.wire.engines import DropChunk as DropChunk
 from seer.common.wire.engines import EngineStatus as EngineStatus
 from seer.common.wire.engines import EngineToBuffer as EngineToBuffer

@@ -82,6 +82,8 @@ class RunChunk(Message, tag=True):
 
     `images` are all that stand in `tokens`, in every chunk: vLLM would read the placeholders of those left
     out as text, and say nothing. Only engines whose `Capacity.image_tokens` allow it get such chunks.
+
+    `stream`: tokens are wanted as they are generated, as `ChunkTokens` of a `ChunksDone`.
     """
 
     request_id: ShortStr
@@ -100,6 +102,7 @@ class RunChunk(Message, tag=True):
     turn_start: int = 0
     parks: bool = False
     images: Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)] = []
+    stream: bool = False
 
 
 class DropChunk(Message, tag=True):
@@ -126,13 +129,26 @@ class ChunkResult(msgspec.Struct, array_like=True):
     accepted: Counts = []
 
 
+class ChunkTokens(msgspec.Struct, array_like=True):
+    """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: its next ones."""
+
+    request_id: str
+    attempt: int
+    count: int
+
+
 class ChunksDone(Message, tag=True):
-    """All chunks that ended in the same flush of an engine; `tokens`/`logprobs` are flat over `results`."""
+    """All chunks that ended in the same flush of an engine, and what streamed chunks have generated since.
+
+    `tokens`/`logprobs` are flat over `results`, then over `going_on`. A result's tokens are those that did
+    not come before it.
+    """
 
     weight_version: int
     results: list[ChunkResult]
     tokens: Tokens
     logprobs: Logprobs
+    going_on: list[ChunkTokens] = []
 
 
 class ChunkFailed(Message, tag=True):

@@ -140,12 +140,13 @@ class EngineConnections:
         self._conductor.apply(FromEngine(name, failed))
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
-        counts = [result.count for result in done.results]
+        parts: list[wire.ChunkResult | wire.ChunkTokens] = [*done.results, *done.going_on]
+        counts = [part.count for part in parts]
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
             fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
             error = InvalidField("results", counts, fix)
             self.hub.refuse(address, error)
-            for result in done.results:  # these requests may be the cause, so it counts against them
+            for result in parts:  # these requests may be the cause, so it counts against them
                 failed = wire.ChunkFailed(
                     request_id=result.request_id,
                     attempt=result.attempt,
@@ -160,10 +161,14 @@ class EngineConnections:
             self._conductor.give_up([engine], f"it sent tokens of weight version {done.weight_version}")
             return
         start = 0
-        for result in done.results:
-            end = start + result.count
-            event = events.ChunkEnded(engine, result)
-            self._conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
+        for part in parts:
+            end = start + part.count
+            happened = (
+                events.TokensArrived(engine, part)
+                if isinstance(part, wire.ChunkTokens)
+                else events.ChunkEnded(engine, part)
+            )
+            self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
         self._kept.flush()
 

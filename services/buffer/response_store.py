@@ -167,6 +167,7 @@ class Store:
             turn_start=len(prompt.tokens) if turn else 0,
             parks=turn is not None,
             images=list(prompt.images),
+            stream=dispatch.stream,
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:

@@ -7,7 +7,7 @@ could be mistaken for the new one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ class RunningChunk:
     """A running chunk; `length` counts the response's tokens after its prompt, this chunk's included.
 
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
-    turn of the response may follow.
+    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer.
     """
 
     group_id: str
@@ -39,6 +39,8 @@ class RunningChunk:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     parks: bool = False
+    stream: bool = False
+    sent: int = 0
 
     @property
     def place(self) -> Place:
@@ -63,7 +65,7 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     if place in taken:
         place = (order.request_id, 0)
     length = len(order.tokens) - order.prompt_len
-    return RunningChunk(*place, order.attempt, serial, length, parks=order.parks)
+    return RunningChunk(*place, order.attempt, serial, length, parks=order.parks, stream=order.stream)
 
 
 def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], PreparedImage]) -> Chunk:
@@ -87,15 +89,18 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], Pre
     )
 
 
-def done_message(ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version: int) -> wire.ChunksDone:
-    """Return the one message that carries these results."""
-    return wire.ChunksDone(
+def done_message(
+    ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version: int, going_on: Mapping[str, RunningChunk]
+) -> wire.ChunksDone:
+    """Return the one message that carries these results, and what chunks that go on have to stream."""
+    runs = [run for _, run in ended] + list(going_on.values())
+    message = wire.ChunksDone(
         weight_version=weight_version,
         results=[
             wire.ChunkResult(
                 end.request_id,
                 run.attempt,
-                len(run.tokens),
+                len(run.tokens) - run.sent,
                 end.finish,
                 end.stop_reason,
                 end.preemptions,
@@ -104,6 +109,13 @@ def done_message(ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version:
             )
             for end, run in ended
         ],
-        tokens=np.fromiter((token for _, run in ended for token in run.tokens), dtype=np.int32),
-        logprobs=np.fromiter((value for _, run in ended for value in run.logprobs), dtype=np.float32),
+        tokens=np.fromiter((token for run in runs for token in run.tokens[run.sent :]), dtype=np.int32),
+        logprobs=np.fromiter((value for run in runs for value in run.logprobs[run.sent :]), dtype=np.float32),
+        going_on=[
+            wire.ChunkTokens(request_id, run.attempt, len(run.tokens) - run.sent)
+            for request_id, run in going_on.items()
+        ],
     )
+    for run in going_on.values():
+        run.sent = len(run.tokens)
+    return message

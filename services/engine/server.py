@@ -4,6 +4,7 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
   `RunChunk` changes nothing, one of a newer attempt replaces the older one, an older one is ignored;
 - results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
+- tokens of streamed chunks are sent at once, too, but not within `STREAM_SECONDS` of the last ones;
 - when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
   dropped, and the engine registers again before it sends anything else;
 - generation waits for neither the buffer nor the dgds; a chunk whose images are not here yet waits for
@@ -52,6 +53,9 @@ JOIN_SECONDS = 120.0
 
 RETRY_SECONDS = 1.0
 """Pause before a message that the buffer did not take is sent again."""
+
+STREAM_SECONDS = 0.02
+"""Least time between two messages with tokens of chunks that go on: people read no faster."""
 
 STATUS_SECONDS = 1.0
 """Interval of status reports: neither schedules nor operators need newer ones."""
@@ -122,6 +126,8 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
+        self._unsent: dict[str, RunningChunk] = {}  # streamed chunks that have generated since
+        self._stream_due = False
         self._transport, self._endpoint = transport, config.endpoints.engines
         self._peers = Peers(transport, me, clock)
         self._weights_endpoint = ""
@@ -134,7 +140,7 @@ class EngineServer:
         self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
-        self._sendable, self._finished = asyncio.Event(), asyncio.Event()
+        self._sendable, self._streaming, self._finished = (asyncio.Event() for _ in range(3))
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
@@ -174,6 +180,7 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
+                        self._pace_streams(),
                         self._images.run(),
                         self._updater.run(),
                         self._peers.run(),
@@ -279,6 +286,7 @@ class EngineServer:
     def _chunk_left(self, request_id: str, run: RunningChunk, *, finished: bool) -> None:
         self._places.discard(run.place)
         self._held.pop(request_id, None)
+        self._unsent.pop(request_id, None)
         self._images.release(request_id)
         if self._draft_groups is not None:
             self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
@@ -335,6 +343,9 @@ class EngineServer:
             if self._uses_dgds:
                 self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
             run.length += len(generated.token_ids)
+            if run.stream and generated.token_ids:
+                self._unsent[generated.request_id] = run
+                self._streaming.set()
             if self._draft_groups is not None:
                 self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
@@ -399,9 +410,10 @@ class EngineServer:
             return self._failed.pop(0)
         if (question := self._images.question()) is not None:
             return question
-        if self._ended:
+        if self._ended or (self._stream_due and self._unsent):
             ended, self._ended = self._ended, []
-            return done_message(ended, self._updater.live.version)
+            going_on, self._unsent, self._stream_due = self._unsent, {}, False
+            return done_message(ended, self._updater.live.version, going_on)
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
@@ -435,6 +447,14 @@ class EngineServer:
             wish=self._updater.wish,
         )
 
+    async def _pace_streams(self) -> None:
+        while True:
+            await self._streaming.wait()
+            self._streaming.clear()
+            self._stream_due = True
+            self._wake()
+            await self._clock.sleep(STREAM_SECONDS)
+
     async def _report(self) -> None:
         while True:
             await self._clock.sleep(STATUS_SECONDS)
@@ -445,7 +465,9 @@ class EngineServer:
     async def _leave(self) -> None:
         """Send the results there are, say goodbye, close the backend."""
         for request_id, run in self.running.items():
-            if run.tokens and self._finished.is_set():  # else the backend failed: only complete chunks count
+            if (
+                len(run.tokens) > run.sent and self._finished.is_set()
+            ):  # else the backend failed: only complete chunks count
                 self._ended.append((ChunkEnd(request_id=request_id, attempt=run.serial, finish=""), run))
         self.running.clear()
         try:
@@ -453,7 +475,7 @@ class EngineServer:
                 for answer in self._answers:  # it may say why this engine ends
                     await self._buffer.send(answer)
                 if self._ended:
-                    await self._buffer.send(done_message(self._ended, self._updater.live.version))
+                    await self._buffer.send(done_message(self._ended, self._updater.live.version, {}))
                 await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without saying goodbye to the buffer", error=str(error))

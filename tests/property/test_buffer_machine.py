@@ -66,6 +66,7 @@ class BufferModel(RuleBasedStateMachine):
         self.running: dict[tuple[str, int], instructions.Dispatch] = {}
         self.stale: list[instructions.Dispatch] = []
         self.kept: Counter[str] = Counter()
+        self.early: Counter[tuple[str, int]] = Counter()  # tokens of running chunks that were streamed
         self.ending: tuple[str, int] | None = None
         self.asked = dict.fromkeys(ROLLOUTS, 0)
         self.stored: set[str] = set()
@@ -119,6 +120,7 @@ class BufferModel(RuleBasedStateMachine):
                     assert (item.group_id in self.context._groups) != isinstance(item, wire.GroupOpened)
                     self.context.apply(item)
         assert self.stored == set(self.machine.groups)
+        assert self.statistics._streamed.keys() <= self.machine.requests.keys()
         going_on = [
             group for group in self.machine.groups.values() if group.held_since is None and not group.done
         ]
@@ -160,10 +162,13 @@ class BufferModel(RuleBasedStateMachine):
         ahead=st.sampled_from((-1, -1, 0, 1)),
         image=st.sampled_from((0, 0, 4, 16)),
         missing=st.lists(st.sampled_from(IMAGES), unique=True),
+        stream=st.booleans(),
     )
-    def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead, image, missing):
+    def submit(
+        self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead, image, missing, stream
+    ):
         first = max(0, self.prompts - again)
-        shown = {"image_tokens": image, "missing": missing if image else []}
+        shown = {"image_tokens": image, "missing": missing if image else [], "stream": stream}
         specs = [
             events.GroupSpec(str(first + i), prompt_len, not (again and other), **shown) for i in range(count)
         ]
@@ -332,10 +337,31 @@ class BufferModel(RuleBasedStateMachine):
     def end(self, data, finish):
         key = data.draw(st.sampled_from(sorted(self.running)))
         dispatch = self.running.pop(key)
-        count = data.draw(st.integers(1, dispatch.max_new_tokens)) if finish else dispatch.max_new_tokens
+        early = self.early[key]
+        most = dispatch.max_new_tokens - early
+        count = data.draw(st.integers(0 if early else 1, most)) if finish else most
         self.ending = (dispatch.request_id, count)
         self.send(orders.ended(dispatch.instance, *key, count, "stop" if finish else ""))
         self.ending = None
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def stream(self, data):
+        """A chunk goes on: its tokens are kept and sent if its group is streamed, else the chunk is lost."""
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        dispatch = self.running[key]
+        left = dispatch.max_new_tokens - self.early[key]
+        count = data.draw(st.integers(1, left)) if left else 0
+        before, group = self.kept[dispatch.request_id], self.machine.requests[dispatch.request_id].group
+        self.ending = (dispatch.request_id, count)
+        self.send(orders.streamed(dispatch.instance, *key, count))
+        self.ending = None
+        assert dispatch.stream == group.stream
+        if not group.stream or not count:
+            assert key not in self.running
+        elif key in self.running:  # else there was no room for its tokens
+            self.early[key] += count
+            assert self.kept[dispatch.request_id] == before + count
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
@@ -343,6 +369,7 @@ class BufferModel(RuleBasedStateMachine):
         dispatch = data.draw(st.sampled_from(self.stale))
         before = dict(self.kept)
         self.send(orders.ended(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
+        self.send(orders.streamed(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
         assert self.kept == before
 
     @precondition(lambda self: self.running)
@@ -411,8 +438,9 @@ class BufferModel(RuleBasedStateMachine):
                 break
             key = next(iter(self.running))
             dispatch = self.running.pop(key)
-            self.ending = (dispatch.request_id, dispatch.max_new_tokens)
-            self.send(orders.ended(dispatch.instance, *key, dispatch.max_new_tokens))
+            count = dispatch.max_new_tokens - self.early[key]
+            self.ending = (dispatch.request_id, count)
+            self.send(orders.ended(dispatch.instance, *key, count))
         assert not self.machine.requests
         self.now += 60.0
         self.send(Tick())

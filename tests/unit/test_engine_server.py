@@ -65,6 +65,48 @@ async def test_chunks_that_end_together_share_a_message_and_are_split_by_count()
 
 
 @virtual
+async def test_tokens_of_streamed_chunks_come_as_they_are_generated():
+    async with engine() as (buffer, server, *_):
+        await buffer.run(0, new=60, stream=True)
+        await buffer.run(1, new=60)
+        await eventually(lambda: len(buffer.results()) == 2)
+        messages = buffer.heard(wire.ChunksDone)
+        parts = [(part, done) for done in messages for part in done.going_on]
+        assert len(parts) > 4
+        assert {part.request_id for part, _ in parts} == {"r/p#0"}
+        assert not server._unsent
+        found, last = [], buffer.results()["0", 1]
+        for done in messages:
+            start = 0
+            for each in [*done.results, *done.going_on]:
+                if each.request_id == "r/p#0":
+                    found += done.tokens[start : start + each.count].tolist()
+                start += each.count
+            assert start == len(done.tokens) == len(done.logprobs)
+        assert (len(found), last.finish) == (60, "")
+        assert sum(part.count for part, _ in parts) + last.count == 60
+        await buffer.run(2, new=60, attempt=1)
+        await eventually(lambda: len(buffer.results()) == 3)
+        await buffer.run(0, new=60, attempt=2)
+        await eventually(lambda: len(buffer.results()) == 4)
+        assert buffer.heard(wire.ChunksDone)[-1].tokens.tolist() == found  # the same when it runs in one go
+
+
+@virtual
+async def test_an_engine_that_leaves_hands_back_what_it_has_not_streamed():
+    async with engine() as (buffer, server, running, _):
+        await buffer.run(0, new=4000, stream=True)
+        await eventually(lambda: len(buffer.heard(wire.ChunksDone)) > 3)
+        streamed = sum(part.count for done in buffer.heard(wire.ChunksDone) for part in done.going_on)
+        server.drain()
+        await running
+        last = buffer.heard(wire.ChunksDone)[-1]
+        assert not last.going_on
+        assert [result.count for result in last.results] in ([], [len(last.tokens)])
+        assert streamed > 0
+
+
+@virtual
 async def test_finish_and_stop_reason_are_passed_on():
     async with engine() as (buffer, *_):
         await buffer.run(0, new=5, sampling=SamplingParams(max_tokens=5, ignore_eos=True))

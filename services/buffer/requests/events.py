@@ -88,6 +88,13 @@ class ChunkEnded(events.Row, frozen=True):
     result: wire.ChunkResult
 
 
+class TokensArrived(events.Row, frozen=True):
+    """A chunk that goes on, of a streamed group, has generated the `tokens.count` next ones."""
+
+    instance: str
+    tokens: wire.ChunkTokens
+
+
 class EstimatesChanged(events.Row, frozen=True):
     """The context service published length estimates and acceptance rates of drafts, by group id."""
 
@@ -137,6 +144,7 @@ Event = (
     | TrainerLost
     | events.Drained
     | ChunkEnded
+    | TokensArrived
     | EstimatesChanged
     | ImageArrived
     | ImagesStalled

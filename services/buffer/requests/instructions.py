@@ -9,7 +9,7 @@ from seer.services.buffer import events
 class Dispatch(events.Row, frozen=True):
     """Send the next chunk of a request to an instance, with the acceptance rates of its drafts if known.
 
-    Drafts of a `probe` have priority.
+    Drafts of a `probe` have priority. `stream`: its tokens are wanted as they are generated.
     """
 
     instance: str
@@ -18,10 +18,11 @@ class Dispatch(events.Row, frozen=True):
     max_new_tokens: int
     acceptance: list[int] = []
     probe: bool = False
+    stream: bool = False
 
 
 class Keep(events.Row, frozen=True):
-    """Append the tokens of the ended chunk to its request's output; `finish` is empty if it goes on."""
+    """Append the tokens of a chunk to its request's output; `finish` is empty if the request goes on."""
 
     request_id: str
     finish: str = ""
@@ -29,7 +30,7 @@ class Keep(events.Row, frozen=True):
 
 
 class Stream(events.Row, frozen=True):
-    """Send the tokens of the ended chunk to a trainer's incarnation that wants them before their group."""
+    """Send the tokens of a chunk to a trainer's incarnation that wants them before their group."""
 
     request_id: str
     address: bytes

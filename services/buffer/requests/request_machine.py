@@ -35,6 +35,7 @@ from seer.services.buffer.requests.events import (
     ImagesStalled,
     RolloutsAborted,
     SubmissionsHeld,
+    TokensArrived,
     TrainerLost,
     WeightsChanged,
 )
@@ -120,6 +121,8 @@ class RequestMachine:
         match event:
             case ChunkEnded():
                 self._chunk_ended(event, now, out)
+            case TokensArrived():
+                self._tokens_arrived(event, out)
             case EngineReported():
                 if event.instance in self.instances:
                     self.instances.pin(event.instance, event.pinned_blocks)
@@ -249,7 +252,7 @@ class RequestMachine:
             request.view.came_with = request.view.produced
         self._attempt += 1
         request.attempt = self._attempt
-        request.parked_since = None
+        request.parked_since, request.streamed = None, 0
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self._running[instance.name][request_id] = None
@@ -259,7 +262,8 @@ class RequestMachine:
             self._count(request, "migrations", 1)
         request.view.last_instance = instance.name
         acceptance, probe = request.group.acceptance, request.view.index < self.policy.probes
-        out.append(Dispatch(instance.name, request_id, request.attempt, chunk, acceptance, probe))
+        order = instance.name, request_id, request.attempt, chunk, acceptance, probe, request.group.stream
+        out.append(Dispatch(*order))
 
     def _release(self, request: RequestState) -> None:
         if request.instance in self.instances:
@@ -288,7 +292,7 @@ class RequestMachine:
             return
         self.deaths.chunk_ended(event.instance)
         self._release(request)
-        if result.count == 0 or result.count > request.view.remaining:
+        if not (result.count or request.streamed) or result.count > request.view.remaining:
             # No progress, or more tokens than were requested: the result is invalid.
             self._lost(request, out, f"ended a chunk with {result.count} tokens")
             return
@@ -316,6 +320,26 @@ class RequestMachine:
             self._finish(group, now, out)
         elif group.stream:
             out.append(Stream(result.request_id, group.rollout.address, group.submission))
+
+    def _tokens_arrived(self, event: TokensArrived, out: list[Instruction]) -> None:
+        """Keep what a chunk that goes on has generated: what a trainer has seen stands, whatever happens."""
+        request_id, attempt, count = event.tokens.request_id, event.tokens.attempt, event.tokens.count
+        request = self._current(event.instance, request_id, attempt)
+        if request is None:
+            return
+        group = request.group
+        if not group.stream or not 0 < count <= request.view.remaining:
+            out.append(ToEngine(event.instance, wire.DropChunk(request_id=request_id, attempt=attempt)))
+            self._release(request)
+            self._lost(request, out, f"sent {count} tokens of a chunk that goes on")
+            return
+        request.streamed += count
+        request.view.generated += count
+        self._count(request, "tokens", count)
+        out.append(Keep(request_id))
+        self.registry.keep(group, count, out)
+        if group.group_id in self.groups:  # else there was no room for it
+            out.append(Stream(request_id, group.rollout.address, group.submission))
 
     def _reached(
         self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None

@@ -156,6 +156,7 @@ class RequestState(msgspec.Struct, array_like=True):
     answers to earlier ones are dropped. `losses`: chunks in a row that failed, not counting lost engines.
     `deaths`: the incarnations of engines that died while they ran it, since its last chunk that ended.
     `alone`: it runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
+    `streamed`: tokens of the chunk that runs which came before its end.
     """
 
     view: RequestView
@@ -169,6 +170,7 @@ class RequestState(msgspec.Struct, array_like=True):
     finish: str = ""
     stop_reason: str = ""
     parked_since: float | None = None
+    streamed: int = 0
 
     def progress(self, chunk: ChunkResult | None = None) -> RequestProgress:
         """Return how far it is, with the drafts of its `chunk` if one ended: more may come after a turn."""

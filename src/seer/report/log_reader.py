@@ -149,6 +149,8 @@ class LogReader:
         match event:
             case events.ChunkEnded():
                 self._chunk_ended(event)
+            case events.TokensArrived():
+                self._tokens_arrived(event)
             case FromEngine(instance, wire.ChunkFailed(request_id=request_id, attempt=attempt)):
                 if self._current(instance, request_id, attempt) is not None:
                     self._close(request_id, End.FAILED)
@@ -326,15 +328,27 @@ class LogReader:
             return
         response = chunk.response
         most = response.max_tokens
-        if result.count <= 0 or (most and response.generated + result.count > most):
+        if not (result.count or chunk.tokens) or (most and response.generated + result.count > most):
             self._close(result.request_id, End.FAILED)
             return
         self._close(result.request_id, End.KEPT)
-        chunk.tokens, chunk.preemptions = result.count, result.preemptions
+        chunk.tokens, chunk.preemptions = chunk.tokens + result.count, result.preemptions
         response.generated += result.count
         response.finish = result.finish or ("length" if most and response.generated == most else "")
         if response.finish:
             response.finished = self.timeline.end
+
+    def _tokens_arrived(self, event: events.TokensArrived) -> None:
+        part = event.tokens
+        chunk = self._current(event.instance, part.request_id, part.attempt)
+        if chunk is None:
+            return
+        most = chunk.response.max_tokens
+        if part.count <= 0 or (most and chunk.response.generated + part.count > most):
+            self._close(part.request_id, End.FAILED)
+            return
+        chunk.tokens += part.count
+        chunk.response.generated += part.count
 
     def _close(self, request_id: str, how: End) -> None:
         chunk = self._running.pop(request_id)
