@@ -3,6 +3,8 @@
 from seer.common.types import Capacity, InstanceStats
 from seer.common.wire import Histogram, InstanceStatus, OpenRequest, RolloutEnd, RolloutStatus, Status
 
+COUNTERS = "chunks", "migrations", "lost", "tokens", "refused", "expired", "later_turns", "segments"
+
 
 def engine(number, tokens=0, **stats):
     known = {
@@ -26,7 +28,7 @@ def status(count=4, tokens=0, **fields):
         "instances": [engine(number, tokens) for number in range(count)], "engines": count,
         "rollouts": 1, "requests_waiting": 107, "requests_running": 64, "weight_version": 12,
         "uptime_seconds": 3720.0, "groups_open": 24, "results_held_bytes": 4096, "eta_seconds": 110.0,
-        "counters": dict.fromkeys(("chunks", "migrations", "lost", "tokens", "refused", "expired"), 7),
+        "counters": dict.fromkeys(COUNTERS, 7),
         "open_rollouts": [
             RolloutStatus(
                 rollout_id="step-12", requests=192, finished=141, tokens=51_000, groups_open=24, seconds=300.0,
