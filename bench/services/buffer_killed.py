@@ -26,7 +26,7 @@ from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.local.system import LocalSystem
 from seer.services.buffer.events import Weights
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.engine.server import STATUS_SECONDS
 
 GROUP = 8

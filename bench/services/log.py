@@ -31,8 +31,8 @@ from lib.hardware import machine
 from seer.common.policy.schedule import POLICIES
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Weights
-from seer.services.buffer.log import rows, segments
-from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log import log_folder, rows
+from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.buffer.log.outage import check_room
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.snapshot import parse, restored, snapshot
@@ -135,7 +135,7 @@ def row_costs(policy: str, count: int) -> dict[str, Any]:
 
 def replayed(folder: Path) -> dict[str, Any]:
     """Return the bytes of a row in a log of one segment, and how fast it is replayed."""
-    [[path]] = segments.incarnations(folder)
+    [[path]] = log_folder.incarnations(folder)
     start = time.thread_time()
     number = sum(1 for _ in replay_incarnation([path]))
     spent = time.thread_time() - start

@@ -34,7 +34,7 @@ from seer.services.buffer.events import (
 )
 from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.response_store import TOKEN_BYTES, Store, SubmittedPrompt

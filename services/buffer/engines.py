@@ -25,7 +25,7 @@ from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended
 from seer.services.buffer.events import FromEngine
 from seer.services.buffer.images.image_server import ImageServer
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import check_register, handle_hello, incarnation_of
 from seer.services.buffer.requests import events

@@ -16,7 +16,7 @@ from seer.common import ids, wire
 from seer.common.types import Placed, SamplingParams, TurnSpec
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import Finish, Outputs
-from seer.services.buffer.log.kept import SoFar
+from seer.services.buffer.log.kept_chunks import SoFar
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
 

@@ -34,7 +34,7 @@ from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.events import FromTrainer
 from seer.services.buffer.images.image_server import ImageServer
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.outgoing import Outgoing

@@ -13,7 +13,7 @@ from seer.common.errors import InvalidField
 from seer.common.types import check_placed
 from seer.services.buffer.conversations import MOST_CONTEXT, Conversations, context
 from seer.services.buffer.images.image_machine import ImageMachine
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 

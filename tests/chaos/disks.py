@@ -31,9 +31,9 @@ from chaos.system import System, replay
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
+from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.outage import RETRY_SECONDS
 from seer.services.buffer.log.replay import replay_incarnation
-from seer.services.buffer.log.segments import incarnations
 
 MIB = 2**20
 DISK_MIB = 64

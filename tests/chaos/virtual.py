@@ -46,9 +46,9 @@ from seer.common.wire import codec
 from seer.services.buffer import conductor
 from seer.services.buffer.images import image_server
 from seer.services.buffer.log import writer
+from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import LogError
-from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
 from seer.services.dgds import server as dgds_server

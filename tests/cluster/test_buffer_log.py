@@ -9,9 +9,9 @@ from virtual_time import eventually, virtual
 
 from seer.common.config import BufferConfig
 from seer.common.errors import ConfigError
+from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.replay import replay, replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
-from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.request_machine import RequestMachine
 

@@ -31,7 +31,7 @@ NEED_EXTRA = {
     f"{ENGINE}.drafts.path_ops": "torch",
     f"{ENGINE}.drafts.speculator": "torch",
     f"{ENGINE}.drafts.triton_paths": "torch",
-    f"{ENGINE}.runner_v2": "torch",
+    f"{ENGINE}.slot_sampler": "torch",
     f"{ENGINE}.worker": "torch",
     f"{ENGINE}.kv_pool.connector": "torch",
     f"{ENGINE}.kv_pool.connect": "torch",

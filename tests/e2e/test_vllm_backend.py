@@ -292,7 +292,7 @@ def test_self_test_refuses_an_engine_that_samples_by_another_path(backend, monke
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
     from seer.services.engine.vllm import self_test
-    from seer.services.engine.vllm.runner_v2 import SlotSampler
+    from seer.services.engine.vllm.slot_sampler import SlotSampler
 
     def greedy(_, logits, batch):
         best, one = logits.max(dim=-1, keepdim=True), batch.seq_lens.new_ones(batch.num_reqs)

@@ -31,10 +31,10 @@ def with_our_kernels(describe: object) -> object:
     """Return a `CoreHandle.describe` after which rows are sampled by the kernels of GPUs, interpreted."""
 
     def described(core: object, *arguments: object) -> None:
-        from seer.services.engine.vllm import runner_v2
+        from seer.services.engine.vllm import slot_sampler
         from seer.services.engine.vllm.sampling.triton_slots import TritonSlotRows
 
-        runner_v2.slot_rows = lambda device, history: TritonSlotRows(history)
+        slot_sampler.slot_rows = lambda device, history: TritonSlotRows(history)
         describe(core, *arguments)
 
     return described

@@ -31,8 +31,8 @@ from seer.gateway.image_processor import model_of
 from seer.rollout.files import model_facts, read_prompts
 from seer.rollout.rollout_journal import Journal
 from seer.services.buffer.events import Weights
-from seer.services.buffer.log import chunk_file, replay, segments
-from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log import chunk_file, log_folder, replay
+from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.dgds import past_groups_file
 from seer.services.engine.replay.responses import TraceResponses
@@ -181,8 +181,8 @@ def of_logs(folder: Folder) -> Iterator[Kind]:
         where.mkdir(exist_ok=True)
         file = where / f"{1:016x}-000000.jsonl"
         file.write_bytes(data)
-        segments.submitted(file)
-        segments.Pruner(where).prune()
+        log_folder.submitted(file)
+        log_folder.Pruner(where).prune()
         return list(replay.replay_incarnation([file]))
 
     yield Kind("buffer's log", files, read_log, JSON, weight=2)

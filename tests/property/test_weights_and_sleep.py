@@ -25,7 +25,7 @@ from seer.services.buffer import sleep_machine, submissions
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
 from seer.services.buffer.images.image_machine import ImageMachine
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store

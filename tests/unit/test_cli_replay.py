@@ -8,7 +8,7 @@ from logged_buffer import LoggedBuffer
 
 import seer
 from seer.cli.main import main
-from seer.services.buffer.log import segments, writer
+from seer.services.buffer.log import log_folder, writer
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_folder_is_replayed_incarnation_by_incarnation(log):
 
 
 def test_one_segment_is_replayed_alone(log):
-    path = segments.segments(log)[-1]
+    path = log_folder.segments(log)[-1]
     result = replay(path)
     assert result.exit_code == 0, result.output
     assert "2 engines" in result.output
@@ -49,7 +49,7 @@ def test_one_segment_is_replayed_alone(log):
 
 
 def test_the_first_row_that_is_answered_otherwise_is_shown(log):
-    path = segments.segments(log)[0]
+    path = log_folder.segments(log)[0]
     text = path.read_bytes()
     changed = text.replace(b'["Dispatch","a"', b'["Dispatch","b"', 1)
     assert changed != text
@@ -74,7 +74,7 @@ def test_the_first_row_that_is_answered_otherwise_is_shown(log):
     ],
 )
 def test_what_needs_another_version_says_which(log, old, new, told):
-    path = segments.segments(log)[0]
+    path = log_folder.segments(log)[0]
     text = path.read_bytes().replace(f'"version":"{seer.__version__}"'.encode(), b'"version":"9.9"')
     assert old in text
     path.write_bytes(text.replace(old, new))
@@ -85,7 +85,7 @@ def test_what_needs_another_version_says_which(log, old, new, told):
 
 
 def test_a_log_of_before_protocol_3_is_refused_with_its_version(log):
-    path = segments.segments(log)[0]
+    path = log_folder.segments(log)[0]
     path.write_bytes(
         path.read_bytes().replace(b'"format":2', b'"format":1').replace(seer.__version__.encode(), b"0.3.0")
     )

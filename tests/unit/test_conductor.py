@@ -14,7 +14,7 @@ from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
 from seer.services.buffer.images.image_machine import ImageMachine
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import Store

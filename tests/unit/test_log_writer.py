@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from seer.common.errors import ConfigError
 from seer.report.log_reader import read_timeline
-from seer.services.buffer.log import segments, writer
+from seer.services.buffer.log import log_folder, writer
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
 from seer.services.buffer.requests import events
@@ -29,7 +29,7 @@ def test_a_log_goes_on_in_segments_that_run_through_the_machines_one_after_anoth
     buffer.roll(1)
     buffer.roll(2)
     buffer.log.close()
-    [paths] = segments.incarnations(tmp_path / "new" / "log")
+    [paths] = log_folder.incarnations(tmp_path / "new" / "log")
     assert len(paths) > 3
     assert [read(path)[0].number for path in paths] == list(range(len(paths)))
     told = list(replay_incarnation(paths))
@@ -43,7 +43,7 @@ def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, s
     buffer = LoggedBuffer(tmp_path)
     buffer.roll(1)
     buffer.log.close()
-    [paths] = segments.incarnations(tmp_path)
+    [paths] = log_folder.incarnations(tmp_path)
     text = paths[1].read_bytes()
     assert b'"tokens":' in text.partition(b"\n")[0]
     paths[1].write_bytes(text.replace(b'"tokens":', b'"tokens":1', 1))
@@ -56,7 +56,7 @@ def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
     buffer = LoggedBuffer(tmp_path)
     buffer.roll(1, prompts=100)
     buffer.log.close()
-    for path in segments.segments(tmp_path)[:-1]:
+    for path in log_folder.segments(tmp_path)[:-1]:
         first = path.read_bytes().index(b"\n")
         assert path.stat().st_size > max(4000, writer.SNAPSHOTS * first)
 
@@ -66,16 +66,16 @@ def test_a_segment_goes_on_while_there_are_many_requests_but_not_for_ever(tmp_pa
     buffer = LoggedBuffer(tmp_path)
     buffer.roll(1, prompts=30)
     buffer.log.close()
-    heads = [read(path)[0] for path in segments.segments(tmp_path)]
-    sizes = [path.stat().st_size for path in segments.segments(tmp_path)]
+    heads = [read(path)[0] for path in log_folder.segments(tmp_path)]
+    sizes = [path.stat().st_size for path in log_folder.segments(tmp_path)]
     assert sizes[0] > 3 * 4000
     assert all(len(head.state) < 10_000 for head in heads)
     monkeypatch.setattr(writer.Folder, "longest", 9000)
     other = LoggedBuffer(tmp_path / "other", 2)
     other.roll(1, prompts=30)
     other.log.close()
-    assert max(path.stat().st_size for path in segments.segments(tmp_path / "other")[:2]) < 9000 + 2 * 4000
-    for [paths] in (segments.incarnations(tmp_path), segments.incarnations(tmp_path / "other")):
+    assert max(path.stat().st_size for path in log_folder.segments(tmp_path / "other")[:2]) < 9000 + 2 * 4000
+    for [paths] in (log_folder.incarnations(tmp_path), log_folder.incarnations(tmp_path / "other")):
         assert list(replay_incarnation(paths))
 
 
@@ -96,7 +96,7 @@ def test_rows_in_memory_are_dropped_while_there_are_too_many_requests(tmp_path, 
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
     buffer.log.dump()
     [folder] = tmp_path.iterdir()
-    [paths] = segments.incarnations(folder)
+    [paths] = log_folder.incarnations(folder)
     assert [line for _, line in replay_incarnation(paths)][-1].time == buffer.now
 
 
@@ -112,7 +112,7 @@ def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, mo
         buffer.log.dump()
     [folder] = tmp_path.iterdir()
     assert logged[0]["command"] == f"seer replay {folder}"
-    [paths] = segments.incarnations(folder)
+    [paths] = log_folder.incarnations(folder)
     rows = [line for _, line in replay_incarnation(paths)]
     assert rows[-1].time == buffer.now
     assert len(rows) > 10
@@ -144,7 +144,7 @@ def test_a_crash_leaves_its_log_where_the_process_s_own_folder_is_no_more(tmp_pa
         buffer = LoggedBuffer("")
         buffer.log.dump()
     [folder] = tmp_path.iterdir()
-    assert len(segments.segments(folder)) == 1
+    assert len(log_folder.segments(folder)) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
@@ -172,7 +172,7 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
         buffer.log.close()
     assert [entry["event"] for entry in logged] == ["the log ends here, until it can be written"]
     assert buffer.machine.requests.counters["tokens"] > 0
-    for paths in segments.incarnations(tmp_path):
+    for paths in log_folder.incarnations(tmp_path):
         assert list(replay_incarnation(paths))
 
 
@@ -218,7 +218,7 @@ def test_wherever_the_disk_fills_the_log_begins_again_once_there_is_room(
     assert buffer.log.outage is None
     buffer.roll(101)
     buffer.log.close()
-    [paths] = segments.incarnations(tmp_path)
+    [paths] = log_folder.incarnations(tmp_path)
     rows = [line for _, line in replay_incarnation(paths)]
     submitted = [row.event.rollout_id for row in rows if isinstance(row.event, events.GroupsSubmitted)]
     assert "r100" not in submitted

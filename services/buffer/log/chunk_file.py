@@ -3,7 +3,7 @@
 A file belongs to one rollout. Its first record names the rollout; the others open a group, append a chunk to
 one of its responses, or remove the group.
 
-Invariants (tests/unit/test_kept.py):
+Invariants (tests/unit/test_kept_chunks.py):
 - what is read is what was written: reading stops at the first record that is damaged or incomplete, as after
   the writer was killed;
 - a group that is opened again has nothing of what was written before.

@@ -32,7 +32,7 @@ from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
 from seer.common.process.scratch import lasting_temporary_folder
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
-from seer.services.buffer.log import rows, segments
+from seer.services.buffer.log import log_folder, rows
 from seer.services.buffer.log.outage import ROOM_BYTES, Outage, check_room, outage, write_all
 from seer.services.buffer.log.snapshot import snapshot
 from seer.services.buffer.requests.events import GroupsSubmitted
@@ -90,7 +90,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._pruner = segments.Pruner(path)
+        self._pruner = log_folder.Pruner(path)
         self._file: BinaryIO | None = None
 
     def begin(self, name: str, text: bytes) -> None:
@@ -99,7 +99,7 @@ class Folder:
         self._path.mkdir(parents=True, exist_ok=True)
         path = self._path / name
         path.unlink(missing_ok=True)  # what a try that failed may have left
-        self._file = segments.create(path)
+        self._file = log_folder.create(path)
         try:
             self.append(text)
         except OSError:
@@ -251,7 +251,7 @@ class LogWriter:
         text = rows.header_line(header)
         self._size = len(text)
         self._limit = max(self._segments.limit, SNAPSHOTS * len(text))
-        self._segments.begin(segments.name(header), text)
+        self._segments.begin(log_folder.name(header), text)
 
     def _stop(self, error: OSError) -> None:
         if self.outage is None:

@@ -1,7 +1,7 @@
 """Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
-- vLLM's sampler, log-softmax and ranks never run: `runner_v2` takes their place;
+- vLLM's sampler, log-softmax and ranks never run: `slot_sampler` takes their place;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
@@ -38,10 +38,10 @@ from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
-from seer.services.engine.vllm.runner_v2 import SlotSampler
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
+from seer.services.engine.vllm.slot_sampler import SlotSampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,9 +10,9 @@ from seer import __version__
 from seer.common.errors import InvalidField
 from seer.common.process.log import printable
 from seer.services.buffer.events import Joined
+from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import Header, LogError, Submission, read
-from seer.services.buffer.log.segments import incarnations
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from seer.services.dgds.client import StreamDelta
-    from seer.services.engine.vllm.runner_v2 import SlotSampler
+    from seer.services.engine.vllm.slot_sampler import SlotSampler
 
 Ints = npt.NDArray[np.int32]
 

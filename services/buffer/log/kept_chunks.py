@@ -4,7 +4,7 @@ A response is a function of weights, prompt, sampling and key, so what a killed 
 successor would generate again. Once a client submits the same prompt for the same weights, its responses
 continue from there.
 
-Invariants (tests/unit/test_kept.py):
+Invariants (tests/unit/test_kept_chunks.py):
 - what is restored is what was kept; a file counts up to the first damaged record (`chunk_file.py`);
 - nothing is restored for other weights, sampling, seed, n or prompt;
 - a file is deleted with the last of its groups, or after `ttl_seconds` if no client submits its rollout

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from seer.common.errors import ConfigError
 from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
-from seer.services.buffer.log import kept as kept_module
-from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log import kept_chunks as kept_module
+from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.buffer.log.outage import RETRY_SECONDS
 
 WEIGHTS = Weights(3, "d3")

@@ -4,7 +4,7 @@ import pytest
 from logged_buffer import LoggedBuffer
 
 from seer.services.buffer.events import Tick
-from seer.services.buffer.log import segments, writer
+from seer.services.buffer.log import log_folder, writer
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.requests import events
 
@@ -13,13 +13,13 @@ from seer.services.buffer.requests import events
 def small(monkeypatch):
     monkeypatch.setattr(writer.Folder, "limit", 4000)
     monkeypatch.setattr(writer, "SNAPSHOTS", 1)
-    monkeypatch.setattr(segments, "ROLLOUTS", 3)
+    monkeypatch.setattr(log_folder, "ROLLOUTS", 3)
     clock = iter(range(10**6))
     monkeypatch.setattr(writer.time, "time", lambda: float(next(clock)))
 
 
 def uses(folder):
-    return [use for path in segments.segments(folder) for use in segments.submitted(path)]
+    return [use for path in log_folder.segments(folder) for use in log_folder.submitted(path)]
 
 
 def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
@@ -31,7 +31,7 @@ def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
     # The rule is applied when a segment begins: since then others may have been submitted.
     assert {("r6", 6), ("r7", 7), ("r8", 8)} <= set(found)
     assert ("r3", 3) not in found
-    [paths] = segments.incarnations(tmp_path)
+    [paths] = log_folder.incarnations(tmp_path)
     list(replay_incarnation(paths))
 
 
@@ -47,7 +47,7 @@ def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
 def test_as_long_as_there_are_few_rollouts_all_is_kept(tmp_path):
     for incarnation in range(1, 6):
         LoggedBuffer(tmp_path, incarnation=incarnation).log.close()
-    assert len(segments.incarnations(tmp_path)) == 5
+    assert len(log_folder.incarnations(tmp_path)) == 5
 
 
 def test_rollouts_of_all_incarnations_count(tmp_path):
@@ -65,25 +65,25 @@ def test_who_comes_back_to_a_rollout_keeps_what_its_earlier_incarnation_wrote_of
         buffer.roll(number)
         buffer.log.close()
     LoggedBuffer(tmp_path, incarnation=5).log.close()
-    assert len(segments.incarnations(tmp_path)) == 5
+    assert len(log_folder.incarnations(tmp_path)) == 5
 
 
 def test_all_together_are_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "KEPT_BYTES", 60_000)
+    monkeypatch.setattr(log_folder, "KEPT_BYTES", 60_000)
     buffer = LoggedBuffer(tmp_path)
     buffer.roll(1, prompts=20)
     buffer.log.close()
-    paths = segments.segments(tmp_path)
+    paths = log_folder.segments(tmp_path)
     assert sum(path.stat().st_size for path in paths[:-1]) <= 60_000
     assert len(paths) > 2
 
 
 def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "KEPT_BYTES", 1)
+    monkeypatch.setattr(log_folder, "KEPT_BYTES", 1)
     for name in ("notes.jsonl", "0" * 16 + "-1.jsonl", "r1.kept"):
         (tmp_path / name).write_text("mine")
     first = LoggedBuffer(tmp_path, incarnation=1)
-    [live] = segments.segments(tmp_path)
+    [live] = log_folder.segments(tmp_path)
     second = LoggedBuffer(tmp_path, incarnation=2)
     second.roll(1)
     second.log.close()
@@ -92,22 +92,22 @@ def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monke
     first.log.close()
     assert [line.event for _, line in replay_incarnation([live])][-1] == Tick()
     LoggedBuffer(tmp_path, incarnation=3).log.close()
-    assert [path.name[:16] for path in segments.segments(tmp_path)] == [f"{3:016x}"]
+    assert [path.name[:16] for path in log_folder.segments(tmp_path)] == [f"{3:016x}"]
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_another_buffer_that_deletes_at_the_same_time_does_not_end_a_log(tmp_path, monkeypatch):
-    incarnations = segments.incarnations
+    incarnations = log_folder.incarnations
     gone = tmp_path / f"{0:016x}-000000.jsonl"
-    monkeypatch.setattr(segments, "incarnations", lambda folder: [*incarnations(folder), [gone]])
+    monkeypatch.setattr(log_folder, "incarnations", lambda folder: [*incarnations(folder), [gone]])
     buffer = LoggedBuffer(tmp_path)
     buffer.roll(1)
     buffer.log.close()
-    assert len(segments.segments(tmp_path)) > 2
+    assert len(log_folder.segments(tmp_path)) > 2
 
 
 def test_what_cannot_be_read_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "KEPT_BYTES", 12_000)
+    monkeypatch.setattr(log_folder, "KEPT_BYTES", 12_000)
     broken = tmp_path / f"{9:016x}-000000.jsonl"
     broken.write_bytes(b"\x00" * 5000)
     half = tmp_path / f"{8:016x}-000000.jsonl"

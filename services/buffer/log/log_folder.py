@@ -1,6 +1,6 @@
 """The files of a log's folder: `INCARNATION-NUMBER.jsonl`, the segments of each incarnation of the buffer.
 
-Invariants (tests/unit/test_log_segments.py):
+Invariants (tests/unit/test_log_folder.py):
 - the oldest segment about one of the newest `ROLLOUTS` rollouts of all incarnations, and all segments after
   it, are kept; but the oldest segments are deleted while all together have more than `KEPT_BYTES`;
 - a segment that is being written is never deleted, whichever buffer writes it;
