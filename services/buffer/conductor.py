@@ -72,8 +72,8 @@ class Recipients(Protocol):
     def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
         """Send to a trainer."""
 
-    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
-        """Send to this incarnation of a trainer only."""
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> bool:
+        """Send to this incarnation of a trainer only; return whether it is there and reads."""
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Send to the context service."""
@@ -157,6 +157,7 @@ class Conductor:
         if self._sessions.get(address) != session:
             self._sessions[address] = session
             self._deliveries.reset(address)
+            self._store.send_again()
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and remove them; unknown ones are ignored."""
@@ -208,7 +209,7 @@ class Conductor:
         for item in out:
             match arrays:
                 case Ended() if isinstance(item, instructions.Keep | instructions.Stream):
-                    self._chunk_ended(item, arrays, live)
+                    self._tokens_came(item, arrays, live)
                 case Submitted() if isinstance(item, instructions.Take):
                     self._take(item, arrays, now)
                 case _:
@@ -218,7 +219,7 @@ class Conductor:
     def _live(self) -> Weights:
         return self._weights.live or Weights(0, "")
 
-    def _chunk_ended(
+    def _tokens_came(
         self, item: instructions.Keep | instructions.Stream, ended: Ended, live: Weights
     ) -> None:
         """Keep the tokens of a chunk, or send them to a trainer that wants them before their group."""
@@ -230,17 +231,19 @@ class Conductor:
             self._kept.keep(group_id, index, tokens, logprobs, finish)
             return
         rollout_id, _, prompt_id = group_id.partition("/")
+        start, tokens, logprobs = self._store.unsent(group_id, index)
         generated = wire.TokensGenerated(
             rollout_id=rollout_id,
             prompt_id=prompt_id,
             index=index,
-            start=self._store.length(group_id, index) - len(tokens),
+            start=start,
             tokens=tokens,
             logprobs=logprobs,
             submission=item.submission,
             weight_version=live.version,
         )
-        self._out.incarnation(item.address, generated)
+        if self._out.incarnation(item.address, generated):
+            self._store.sent(group_id, index)
 
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]

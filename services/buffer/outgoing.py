@@ -2,7 +2,7 @@
 
 Invariants (tests/unit/test_buffer_server.py, tests/unit/test_outbox.py):
 - a message to a name goes to the incarnation that holds it; one to an incarnation that is gone is dropped;
-- tokens of unfinished groups are left out for a trainer that does not keep up: its group has them, too.
+- tokens of unfinished groups wait for a trainer that does not keep up: the next ones come with them.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ class Outgoing:
         if address is not None:
             self.to_trainers.put(address, message)
 
-    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
-        """Queue a message to an incarnation of a trainer.
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> bool:
+        """Queue a message to an incarnation of a trainer; return whether that is done.
 
         Another incarnation of it gets its finished groups when it submits them again under its name.
         """
         if self.trainers.name_of(address) is None:
-            return
+            return False
         if isinstance(message, wire.TokensGenerated) and not self.to_trainers.keeps_up(address):
-            return
+            return False
         self.to_trainers.put(address, message)
+        return True
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Queue a message to the context service."""

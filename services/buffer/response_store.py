@@ -73,6 +73,7 @@ class Store:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+        self._sent: dict[str, dict[int, int]] = {}  # by group and index: tokens that were streamed
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -116,9 +117,20 @@ class Store:
         """Return the first response of a group so far: int32 [length], a view."""
         return _tokens(self._groups[group_id].outputs[0])
 
-    def length(self, group_id: str, index: int) -> int:
-        """Return how many tokens a response has so far."""
-        return len(self._groups[group_id].outputs[index].tokens) // 4
+    def unsent(self, group_id: str, index: int) -> tuple[int, wire.Tokens, wire.Logprobs]:
+        """Return how many tokens of a response were sent, and copies of the others with their logprobs."""
+        output, sent = self._groups[group_id].outputs[index], self._sent.get(group_id, {}).get(index, 0)
+        tokens, logprobs = (bytes(memoryview(each)[4 * sent :]) for each in (output.tokens, output.logprobs))
+        return sent, np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
+
+    def sent(self, group_id: str, index: int) -> None:
+        """Note that all tokens of a response were sent."""
+        length = len(self._groups[group_id].outputs[index].tokens) // 4
+        self._sent.setdefault(group_id, {})[index] = length
+
+    def send_again(self) -> None:
+        """Note that what was sent may be lost: streams begin again, and clients leave out what they have."""
+        self._sent.clear()
 
     def tokens(self, group_id: str) -> int:
         """Return how many tokens a group has so far, its prompt's included."""
@@ -195,6 +207,7 @@ class Store:
     def forget(self, group_id: str) -> None:
         """Free a group."""
         self._groups.pop(group_id, None)
+        self._sent.pop(group_id, None)
 
 
 def _output(tokens: wire.Tokens, logprobs: wire.Logprobs, finish: Finish) -> _Output:

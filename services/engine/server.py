@@ -54,7 +54,7 @@ JOIN_SECONDS = 120.0
 RETRY_SECONDS = 1.0
 """Pause before a message that the buffer did not take is sent again."""
 
-STREAM_SECONDS = 0.02
+STREAM_SECONDS = 0.04
 """Least time between two messages with tokens of chunks that go on: people read no faster."""
 
 STATUS_SECONDS = 1.0

@@ -48,6 +48,7 @@ class World:
             self,
         )
         self.forget_engine = self.lost.append
+        self.reads = True
 
     def now(self):
         return self.time
@@ -58,7 +59,9 @@ class World:
     trainer = engine
 
     def incarnation(self, address, message):
-        self.sent.append((address.decode(), message))
+        if self.reads:
+            self.sent.append((address.decode(), message))
+        return self.reads
 
     def publish(self, message):
         self.sent.append(("", message))
@@ -110,6 +113,41 @@ def test_an_event_is_messages_by_the_time_it_is_handled():
     world.end("a", chunk, [7, 8])
     [(trainer, done)] = world.take(wire.GroupDone)
     assert (trainer, done.tokens.tolist(), done.finish_reasons) == ("t", [7, 8], ["stop"])
+
+
+def test_a_stream_has_no_gap_however_its_reader_fares():
+    """What is not read meanwhile, is lost, or was made before an engine died, comes with the next tokens."""
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit(open=True, groups=["g"], stream=True)
+    [(_, chunk)] = world.take(wire.RunChunk)
+    assert chunk.stream
+
+    def stream(chunk, *tokens):
+        """A chunk goes on with these tokens; return what its trainer is sent."""
+        arrays = Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        world.conductor.apply(orders.streamed("a", chunk.request_id, chunk.attempt, len(tokens)), arrays)
+        return [(part.start, part.tokens.tolist()) for _, part in world.take(wire.TokensGenerated)]
+
+    assert stream(chunk, 1, 2) == [(0, [1, 2])]
+    assert stream(chunk, 3) == [(2, [3])]
+    world.reads = False
+    assert stream(chunk, 4) == []
+    world.reads = True
+    assert stream(chunk, 5) == [(3, [4, 5])]
+    world.conductor.received_from_trainer(b"t", 2)  # it has lost something
+    assert stream(chunk, 6) == [(0, [1, 2, 3, 4, 5, 6])]
+    world.conductor.give_up(["a"], "silent")
+    world.conductor.join("a", REGISTER, 2)
+    [(_, again)] = world.take(wire.RunChunk)
+    assert (again.tokens.tolist(), again.max_new_tokens) == ([*PROMPT.tolist(), 1, 2, 3, 4, 5, 6], 2)
+    assert stream(chunk, 9) == []  # of an earlier attempt
+    assert stream(again, 7) == [(6, [7])]
+    world.end("a", again, [8])
+    [(_, done)] = world.take(wire.GroupDone)
+    assert done.tokens.tolist() == [*range(1, 9)]
+    world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
+    assert not world.store._sent
 
 
 def silence(world):
