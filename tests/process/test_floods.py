@@ -149,7 +149,11 @@ async def test_a_conversation_that_is_said_again_changes_nothing(tmp_path):
                     [[1, 2]], n=2, sampling=SamplingParams(max_tokens=8, ignore_eos=True)
                 )
                 await rollout.result()
-            before = await observer.status()
+            for _ in range(50):  # what the client acknowledged as it left may come late
+                before = await observer.status()
+                if not before.rollouts:
+                    break
+                await asyncio.sleep(0.1)
             assert before.counters["tokens"] == 16
             reader, writer = await asyncio.open_connection("127.0.0.1", buffer.port)
             writer.write(said)

@@ -56,5 +56,5 @@ def test_counts_of_drafts_leave_with_the_result():
     run = start_chunk(order(), 3)
     run.tokens, run.logprobs = [8, 9], [-0.5, -1.0]
     end = ChunkEnd(request_id="r/p#1", attempt=3, finish="stop", drafted=[5, 2], accepted=[4, 0])
-    (result,) = done_message([(end, run)], 0).results
+    (result,) = done_message([(end, run)], 0, {}).results
     assert (result.attempt, result.count, result.drafted, result.accepted) == (7, 2, [5, 2], [4, 0])
