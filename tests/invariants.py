@@ -12,14 +12,16 @@ def check_work_conserved(machine: RequestMachine) -> None:
     instances, policy = machine.instances, machine.policy
     for request_id in machine.scheduler.parked:
         view = machine.requests[request_id].view
-        assert not instances.holding(view.context, policy.chunk(view, machine.limits.chunk_size)), request_id
+        chunk = policy.chunk(view, machine.limits.chunk_size)
+        assert not instances.holding(view.context, chunk, view.image_tokens), request_id
     head = machine.scheduler.next()
     if head is None or not instances or policy.place is not stay_or_least_loaded:
         return
     view = machine.requests[head].view
     chunk = policy.chunk(view, machine.limits.chunk_size)
-    assert instances.holding(view.context, chunk), f"{head} should be set aside"
-    assert not [name for name in instances if instances.has_room(name, view.context, chunk)], head
+    asked = view.context, chunk, view.image_tokens
+    assert instances.holding(*asked), f"{head} should be set aside"
+    assert not [name for name in instances if instances.has_room(name, *asked)], head
     if len(set(instances.capacities)) == 1:
         idle = [
             name

@@ -36,16 +36,17 @@ def kinds(out):
 
 
 def ended(
-    instance, request_id, attempt, count, finish="", stop_reason="", preemptions=0, drafted=(), accepted=()
-):
+    instance, request_id, attempt, count, finish="", stop_reason="", preemptions=0, drafted=(), accepted=(),
+    start=0,
+):  # fmt: skip
     result = wire.ChunkResult(
-        request_id, attempt, count, finish, stop_reason, preemptions, list(drafted), list(accepted)
+        request_id, attempt, count, finish, stop_reason, preemptions, list(drafted), list(accepted), start
     )
     return ChunkEnded(instance, result)
 
 
-def streamed(instance, request_id, attempt, count):
-    return TokensArrived(instance, wire.ChunkTokens(request_id, attempt, count))
+def streamed(instance, request_id, attempt, count, start=0):
+    return TokensArrived(instance, wire.ChunkTokens(request_id, attempt, count, start))
 
 
 def rejected(instance, request_id, attempt, fatal, message):

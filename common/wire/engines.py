@@ -116,7 +116,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
     `finish` is the finish reason, empty if the response goes on. Of `drafted` tokens `accepted` were, by
-    cell.
+    cell. The chunk's first `start` tokens were streamed before.
     """
 
     request_id: str
@@ -127,14 +127,16 @@ class ChunkResult(msgspec.Struct, array_like=True):
     preemptions: int
     drafted: Counts = []
     accepted: Counts = []
+    start: int = 0
 
 
 class ChunkTokens(msgspec.Struct, array_like=True):
-    """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: its next ones."""
+    """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: those after `start`."""
 
     request_id: str
     attempt: int
     count: int
+    start: int
 
 
 class ChunksDone(Message, tag=True):

@@ -106,13 +106,14 @@ def done_message(
                 end.preemptions,
                 end.drafted,
                 end.accepted,
+                run.sent,
             )
             for end, run in ended
         ],
         tokens=np.fromiter((token for run in runs for token in run.tokens[run.sent :]), dtype=np.int32),
         logprobs=np.fromiter((value for run in runs for value in run.logprobs[run.sent :]), dtype=np.float32),
         going_on=[
-            wire.ChunkTokens(request_id, run.attempt, len(run.tokens) - run.sent)
+            wire.ChunkTokens(request_id, run.attempt, len(run.tokens) - run.sent, run.sent)
             for request_id, run in going_on.items()
         ],
     )

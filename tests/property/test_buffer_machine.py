@@ -341,7 +341,7 @@ class BufferModel(RuleBasedStateMachine):
         most = dispatch.max_new_tokens - early
         count = data.draw(st.integers(0 if early else 1, most)) if finish else most
         self.ending = (dispatch.request_id, count)
-        self.send(orders.ended(dispatch.instance, *key, count, "stop" if finish else ""))
+        self.send(orders.ended(dispatch.instance, *key, count, "stop" if finish else "", start=early))
         self.ending = None
 
     @precondition(lambda self: self.running)
@@ -354,7 +354,7 @@ class BufferModel(RuleBasedStateMachine):
         count = data.draw(st.integers(1, left)) if left else 0
         before, group = self.kept[dispatch.request_id], self.machine.requests[dispatch.request_id].group
         self.ending = (dispatch.request_id, count)
-        self.send(orders.streamed(dispatch.instance, *key, count))
+        self.send(orders.streamed(dispatch.instance, *key, count, self.early[key]))
         self.ending = None
         assert dispatch.stream == group.stream
         if not group.stream or not count:
@@ -362,6 +362,19 @@ class BufferModel(RuleBasedStateMachine):
         elif key in self.running:  # else there was no room for its tokens
             self.early[key] += count
             assert self.kept[dispatch.request_id] == before + count
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), ends=st.booleans(), off=st.sampled_from((-1, 1, 3)))
+    def lose_tokens(self, data, ends, off):
+        """Tokens of a chunk were lost on their way, or come again: nothing is kept, and the chunk runs again."""
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        dispatch, before = self.running[key], dict(self.kept)
+        make = orders.ended if ends else orders.streamed
+        if ends:
+            del self.running[key]
+        self.send(make(dispatch.instance, *key, 1, start=self.early[key] + off))
+        assert self.kept == before
+        assert key not in self.running
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data())
@@ -440,7 +453,7 @@ class BufferModel(RuleBasedStateMachine):
             dispatch = self.running.pop(key)
             count = dispatch.max_new_tokens - self.early[key]
             self.ending = (dispatch.request_id, count)
-            self.send(orders.ended(dispatch.instance, *key, count))
+            self.send(orders.ended(dispatch.instance, *key, count, start=self.early[key]))
         assert not self.machine.requests
         self.now += 60.0
         self.send(Tick())

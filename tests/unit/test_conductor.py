@@ -84,8 +84,8 @@ class World:
         )
         self.conductor.apply(event, Submitted("t", submit, tokens))
 
-    def end(self, name, chunk, tokens, finish="stop"):
-        ended = orders.ended(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
+    def end(self, name, chunk, tokens, finish="stop", start=0):
+        ended = orders.ended(name, chunk.request_id, chunk.attempt, len(tokens), finish, "", start=start)
         self.conductor.apply(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
 
     def tick_until(self, time, heard=()):
@@ -123,27 +123,28 @@ def test_a_stream_has_no_gap_however_its_reader_fares():
     [(_, chunk)] = world.take(wire.RunChunk)
     assert chunk.stream
 
-    def stream(chunk, *tokens):
+    def stream(chunk, start, *tokens):
         """A chunk goes on with these tokens; return what its trainer is sent."""
         arrays = Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
-        world.conductor.apply(orders.streamed("a", chunk.request_id, chunk.attempt, len(tokens)), arrays)
+        told = orders.streamed("a", chunk.request_id, chunk.attempt, len(tokens), start)
+        world.conductor.apply(told, arrays)
         return [(part.start, part.tokens.tolist()) for _, part in world.take(wire.TokensGenerated)]
 
-    assert stream(chunk, 1, 2) == [(0, [1, 2])]
-    assert stream(chunk, 3) == [(2, [3])]
+    assert stream(chunk, 0, 1, 2) == [(0, [1, 2])]
+    assert stream(chunk, 2, 3) == [(2, [3])]
     world.reads = False
-    assert stream(chunk, 4) == []
+    assert stream(chunk, 3, 4) == []
     world.reads = True
-    assert stream(chunk, 5) == [(3, [4, 5])]
+    assert stream(chunk, 4, 5) == [(3, [4, 5])]
     world.conductor.received_from_trainer(b"t", 2)  # it has lost something
-    assert stream(chunk, 6) == [(0, [1, 2, 3, 4, 5, 6])]
+    assert stream(chunk, 5, 6) == [(0, [1, 2, 3, 4, 5, 6])]
     world.conductor.give_up(["a"], "silent")
     world.conductor.join("a", REGISTER, 2)
     [(_, again)] = world.take(wire.RunChunk)
     assert (again.tokens.tolist(), again.max_new_tokens) == ([*PROMPT.tolist(), 1, 2, 3, 4, 5, 6], 2)
-    assert stream(chunk, 9) == []  # of an earlier attempt
-    assert stream(again, 7) == [(6, [7])]
-    world.end("a", again, [8])
+    assert stream(chunk, 6, 9) == []  # of an earlier attempt
+    assert stream(again, 0, 7) == [(6, [7])]
+    world.end("a", again, [8], start=1)
     [(_, done)] = world.take(wire.GroupDone)
     assert done.tokens.tolist() == [*range(1, 9)]
     world.conductor.apply(orders.acknowledged("t", "r", ["p"]))

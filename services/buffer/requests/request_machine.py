@@ -292,6 +292,9 @@ class RequestMachine:
             return
         self.deaths.chunk_ended(event.instance)
         self._release(request)
+        if result.start != request.streamed:
+            self._lost_on_its_way(request)
+            return
         if not (result.count or request.streamed) or result.count > request.view.remaining:
             # No progress, or more tokens than were requested: the result is invalid.
             self._lost(request, out, f"ended a chunk with {result.count} tokens")
@@ -327,11 +330,14 @@ class RequestMachine:
         request = self._current(event.instance, request_id, attempt)
         if request is None:
             return
-        group = request.group
-        if not group.stream or not 0 < count <= request.view.remaining:
+        group, gap = request.group, event.tokens.start != request.streamed
+        if gap or not group.stream or not 0 < count <= request.view.remaining:
             out.append(ToEngine(event.instance, wire.DropChunk(request_id=request_id, attempt=attempt)))
             self._release(request)
-            self._lost(request, out, f"sent {count} tokens of a chunk that goes on")
+            if gap:
+                self._lost_on_its_way(request)
+            else:
+                self._lost(request, out, f"sent {count} tokens of a chunk that goes on")
             return
         request.streamed += count
         request.view.generated += count
@@ -340,6 +346,11 @@ class RequestMachine:
         self.registry.keep(group, count, out)
         if group.group_id in self.groups:  # else there was no room for it
             out.append(Stream(request_id, group.rollout.address, group.submission))
+
+    def _lost_on_its_way(self, request: RequestState) -> None:
+        """Run a chunk again of which tokens were lost before those that came: no fault of the request's."""
+        self.counters["lost"] += 1
+        self.scheduler.wait(request.view.request_id)
 
     def _reached(
         self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None
