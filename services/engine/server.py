@@ -4,7 +4,7 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
   `RunChunk` changes nothing, one of a newer attempt replaces the older one, an older one is ignored;
 - results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
-- tokens of streamed chunks are sent at once, too, but not within `STREAM_SECONDS` of the last ones;
+- tokens of streamed chunks are sent at once, too, but further ones not within `STREAM_SECONDS` of the last;
 - when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
   dropped, and the engine registers again before it sends anything else;
 - generation waits for neither the buffer nor the dgds; a chunk whose images are not here yet waits for
@@ -346,6 +346,9 @@ class EngineServer:
             if run.stream and generated.token_ids:
                 self._unsent[generated.request_id] = run
                 self._streaming.set()
+                if not run.sent:  # somebody waits for the first token
+                    self._stream_due = True
+                    self._wake()
             if self._draft_groups is not None:
                 self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
