@@ -274,9 +274,8 @@ class OpenRollout:
         self._noise.took(number)
         self._given += 1
         request = Request(
-            prepared, n, sampling, seed, number, version, group, first_index, stream, turn,
-            session,
-        )  # fmt: skip
+            prepared, n, sampling, seed, number, version, group, first_index, stream, turn, session
+        )
         in_flight = PromptInFlight(request, claim, self._give_up)
         self._in_flight[prepared.id] = in_flight
         self._unsent.append(prepared.id)

@@ -125,7 +125,6 @@ class Statistics:
         self._groups: dict[str, _Group] = {}
         self._rollouts: dict[str, _Rollout] = {}
         self._running: dict[str, dict[str, tuple[int, float]]] = {}  # by engine: attempt, start
-        self._streamed: Counter[str] = Counter()  # by request: tokens of the chunk that runs
         self._phase, self._phase_since = "", 0.0
         self._here: dict[str, float] = {}  # by engine: since when it is there
         self._gone: deque[tuple[str, float, float]] = deque(maxlen=MAX_ENGINES)  # name, joined, left
@@ -157,7 +156,6 @@ class Statistics:
                     self._dispatch(item, now)
                 case ToEngine(instance, DropChunk(request_id=request_id)):
                     self._running.get(instance, {}).pop(request_id, None)
-                    self._streamed.pop(request_id, None)
                 case instructions.Take():
                     self._take(item.group_id)
                 case GroupOpened():
@@ -246,7 +244,6 @@ class Statistics:
 
     def _dispatch(self, item: instructions.Dispatch, now: float) -> None:
         self._running.setdefault(item.instance, {})[item.request_id] = item.attempt, now
-        self._streamed.pop(item.request_id, None)
         since, chunks, index = self._find(item.request_id)
         if since:
             self.chunk_wait_seconds.add(now - since[index])
@@ -257,20 +254,16 @@ class Statistics:
             case events.ChunkEnded(instance, result):
                 kept = [item for item in out if isinstance(item, instructions.Keep)]
                 for item in kept:
-                    self._keep(item, instance, result.count, now)
+                    self._keep(item, instance, result.start + result.count, now)
                 if not kept:
                     self._lose_unkept(instance, result, now)
-            case events.TokensArrived(tokens=part) if any(
-                isinstance(item, instructions.Keep) for item in out
-            ):
-                self._streamed[part.request_id] += part.count
             case FromEngine(instance, ChunkFailed() as failed):
                 self._lose_unkept(instance, failed, now)
 
     def _keep(self, item: instructions.Keep, instance: str, count: int, now: float) -> None:
         _, started = self._running.get(instance, {}).pop(item.request_id, (0, now))
         self.chunk_seconds.add(now - started)
-        self.pace.add(now - started, count + self._streamed.pop(item.request_id, 0))
+        self.pace.add(now - started, count)
         since, _, index = self._find(item.request_id)
         if since:
             since[index] = now
@@ -293,7 +286,6 @@ class Statistics:
 
     def _lose(self, instance: str, request_id: str, now: float) -> None:
         self.lost[instance] += 1
-        self._streamed.pop(request_id, None)
         since, _, index = self._find(request_id)
         if since and since[index] != _OVER:
             since[index] = now

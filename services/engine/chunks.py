@@ -92,7 +92,10 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], Pre
 def done_message(
     ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version: int, going_on: Mapping[str, RunningChunk]
 ) -> wire.ChunksDone:
-    """Return the one message that carries these results, and what chunks that go on have to stream."""
+    """Return the one message that carries these results, and what chunks that go on have to stream.
+
+    What they stream counts as sent from then on: if the message is lost, the buffer runs these chunks again.
+    """
     runs = [run for _, run in ended] + list(going_on.values())
     message = wire.ChunksDone(
         weight_version=weight_version,

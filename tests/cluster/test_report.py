@@ -17,7 +17,7 @@ from seer.report.command import write_reports
 from seer.report.log_reader import read_timeline
 from seer.report.records import End
 from seer.report.view import RolloutView, choose_rollout, lay_out
-from seer.services.buffer.log import writer
+from seer.services.buffer.log import log_folder, writer
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,6 +62,37 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
     assert view.end - view.tail_start == pytest.approx(tail_seconds(rollout.finish_times), abs=0.01)
     check_page(tmp_path, view)
     check_trace(tmp_path, view)
+
+
+@virtual
+async def test_tokens_of_streams_are_counted_once_whatever_dies(tmp_path, monkeypatch):
+    """Segments are short: most begin in the midst of streamed chunks."""
+    monkeypatch.setattr(writer.Folder, "limit", 4000)
+    monkeypatch.setattr(writer, "SNAPSHOTS", 1)
+    async with running(engines=2, buffer=settings(tmp_path)) as cluster, cluster.client() as client:
+        rollout, machine = client.open_rollout(), cluster.services["buffer"].machine
+        sampling = SamplingParams(max_tokens=60)
+        asked = [rollout.submit(prompt, n=2, sampling=sampling, stream=True) for prompt in PROMPTS]
+        await eventually(lambda: machine.counters["tokens"] > 100)
+        await cluster.kill("e0")
+        groups = [await each.result() for each in asked]
+        counters = dict(machine.counters)
+    timeline = read_timeline(tmp_path / "log")
+    assert len(log_folder.segments(tmp_path / "log")) > 3
+    (found,) = timeline.rollouts
+    assert sum(chunk.tokens for chunk in found.chunks) == counters["tokens"]
+    assert sum(chunk.how is not End.KEPT and chunk.tokens > 0 for chunk in found.chunks) > 0
+    lengths = {
+        f"{group.prompt_id}#{each.index}": each.token_ids.size for group in groups for each in group.responses
+    }
+    assert {each.name: each.generated for each in found.responses} == lengths
+    early = log_folder.segments(tmp_path / "log")[:8]
+    for path in early:  # what is left begins with chunks of which a part was streamed
+        path.unlink()
+    (found,) = read_timeline(tmp_path / "log").rollouts
+    left = {each.name: each.generated for each in found.responses}
+    assert left
+    assert left.items() <= lengths.items()
 
 
 def check_page(tmp_path, view):

@@ -292,12 +292,9 @@ class RequestMachine:
             return
         self.deaths.chunk_ended(event.instance)
         self._release(request)
-        if result.start != request.streamed:
-            self._lost_on_its_way(request)
-            return
-        if not (result.count or request.streamed) or result.count > request.view.remaining:
-            # No progress, or more tokens than were requested: the result is invalid.
-            self._lost(request, out, f"ended a chunk with {result.count} tokens")
+        if result.start != request.streamed or not 0 < result.count <= request.view.remaining:
+            # Tokens before these were lost, there is no progress, or there is more than was asked for.
+            self._lost(request, out, f"ended a chunk with {result.count} tokens after {result.start}")
             return
         request.losses = 0
         self.deaths.clear(request)
@@ -326,18 +323,18 @@ class RequestMachine:
 
     def _tokens_arrived(self, event: TokensArrived, out: list[Instruction]) -> None:
         """Keep what a chunk that goes on has generated: what a trainer has seen stands, whatever happens."""
-        request_id, attempt, count = event.tokens.request_id, event.tokens.attempt, event.tokens.count
-        request = self._current(event.instance, request_id, attempt)
+        part = event.tokens
+        request_id, count = part.request_id, part.count
+        request = self._current(event.instance, request_id, part.attempt)
         if request is None:
             return
-        group, gap = request.group, event.tokens.start != request.streamed
-        if gap or not group.stream or not 0 < count <= request.view.remaining:
-            out.append(ToEngine(event.instance, wire.DropChunk(request_id=request_id, attempt=attempt)))
+        group = request.group
+        if part.start != request.streamed or not group.stream or not 0 < count < request.view.remaining:
+            # Tokens before these were lost, or the last ones are not sent as the chunk's end.
+            drop = wire.DropChunk(request_id=request_id, attempt=part.attempt)
+            out.append(ToEngine(event.instance, drop))
             self._release(request)
-            if gap:
-                self._lost_on_its_way(request)
-            else:
-                self._lost(request, out, f"sent {count} tokens of a chunk that goes on")
+            self._lost(request, out, f"sent {count} tokens after {part.start} of a chunk that goes on")
             return
         request.streamed += count
         request.view.generated += count
@@ -346,11 +343,6 @@ class RequestMachine:
         self.registry.keep(group, count, out)
         if group.group_id in self.groups:  # else there was no room for it
             out.append(Stream(request_id, group.rollout.address, group.submission))
-
-    def _lost_on_its_way(self, request: RequestState) -> None:
-        """Run a chunk again of which tokens were lost before those that came: no fault of the request's."""
-        self.counters["lost"] += 1
-        self.scheduler.wait(request.view.request_id)
 
     def _reached(
         self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None

@@ -228,6 +228,7 @@ class LogReader:
             response.finished = self.timeline.end if request.finish else None
             if request.instance:
                 self._began(response, request_id, request.instance, request.attempt, request.blocks)
+                self._running[request_id].tokens = request.streamed
 
     # --- requests --------------------------------------------------------------------------
 
@@ -326,14 +327,12 @@ class LogReader:
         chunk = self._current(event.instance, result.request_id, result.attempt)
         if chunk is None:
             return
-        response = chunk.response
-        most = response.max_tokens
-        if not (result.count or chunk.tokens) or (most and response.generated + result.count > most):
+        if not self._keeps(chunk, result):
             self._close(result.request_id, End.FAILED)
             return
         self._close(result.request_id, End.KEPT)
-        chunk.tokens, chunk.preemptions = chunk.tokens + result.count, result.preemptions
-        response.generated += result.count
+        chunk.preemptions = result.preemptions
+        response, most = chunk.response, chunk.response.max_tokens
         response.finish = result.finish or ("length" if most and response.generated == most else "")
         if response.finish:
             response.finished = self.timeline.end
@@ -343,12 +342,18 @@ class LogReader:
         chunk = self._current(event.instance, part.request_id, part.attempt)
         if chunk is None:
             return
-        most = chunk.response.max_tokens
-        if part.count <= 0 or (most and chunk.response.generated + part.count > most):
+        if not self._keeps(chunk, part, rest=1):
             self._close(part.request_id, End.FAILED)
-            return
+
+    def _keeps(self, chunk: Chunk, part: wire.ChunkResult | wire.ChunkTokens, rest: int = 0) -> bool:
+        """Count tokens of a chunk if the machine keeps them; so many more must be left to generate."""
+        response = chunk.response
+        most, made = response.max_tokens, response.generated + part.count
+        if part.start != chunk.tokens or part.count <= 0 or (most and made + rest > most):
+            return False
         chunk.tokens += part.count
-        chunk.response.generated += part.count
+        response.generated = made
+        return True
 
     def _close(self, request_id: str, how: End) -> None:
         chunk = self._running.pop(request_id)
