@@ -157,7 +157,6 @@ class Conductor:
         if self._sessions.get(address) != session:
             self._sessions[address] = session
             self._deliveries.reset(address)
-            self._store.send_again()
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and remove them; unknown ones are ignored."""
@@ -231,7 +230,8 @@ class Conductor:
             self._kept.keep(group_id, index, tokens, logprobs, finish)
             return
         rollout_id, _, prompt_id = group_id.partition("/")
-        start, tokens, logprobs = self._store.unsent(group_id, index)
+        to = item.address, item.submission
+        start, tokens, logprobs = self._store.unsent(group_id, index, to)
         generated = wire.TokensGenerated(
             rollout_id=rollout_id,
             prompt_id=prompt_id,
@@ -243,7 +243,7 @@ class Conductor:
             weight_version=live.version,
         )
         if self._out.incarnation(item.address, generated):
-            self._store.sent(group_id, index)
+            self._store.sent(group_id, index, to)
 
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]

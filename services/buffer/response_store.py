@@ -20,6 +20,9 @@ from seer.services.buffer.log.kept_chunks import SoFar
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
 
+Recipient = tuple[bytes, int]
+"""A trainer's address, and its submission: who has lost messages, or comes back, submits again."""
+
 TOKEN_BYTES = 8
 """Bytes of an output token: int32 id and float32 logprob."""
 
@@ -73,7 +76,7 @@ class Store:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._sent: dict[str, dict[int, int]] = {}  # by group and index: tokens that were streamed
+        self._sent: dict[str, dict[int, tuple[Recipient, int]]] = {}  # by group and index: tokens streamed
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -117,20 +120,17 @@ class Store:
         """Return the first response of a group so far: int32 [length], a view."""
         return _tokens(self._groups[group_id].outputs[0])
 
-    def unsent(self, group_id: str, index: int) -> tuple[int, wire.Tokens, wire.Logprobs]:
-        """Return how many tokens of a response were sent, and copies of the others with their logprobs."""
-        output, sent = self._groups[group_id].outputs[index], self._sent.get(group_id, {}).get(index, 0)
+    def unsent(self, group_id: str, index: int, to: Recipient) -> tuple[int, wire.Tokens, wire.Logprobs]:
+        """Return how many tokens of a response were sent to a recipient, and copies of the others."""
+        recipient, sent = self._sent.get(group_id, {}).get(index, (to, 0))
+        output, sent = self._groups[group_id].outputs[index], sent if recipient == to else 0
         tokens, logprobs = (bytes(memoryview(each)[4 * sent :]) for each in (output.tokens, output.logprobs))
         return sent, np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
 
-    def sent(self, group_id: str, index: int) -> None:
-        """Note that all tokens of a response were sent."""
+    def sent(self, group_id: str, index: int, to: Recipient) -> None:
+        """Note that all tokens of a response were sent to a recipient."""
         length = len(self._groups[group_id].outputs[index].tokens) // 4
-        self._sent.setdefault(group_id, {})[index] = length
-
-    def send_again(self) -> None:
-        """Note that what was sent may be lost: streams begin again, and clients leave out what they have."""
-        self._sent.clear()
+        self._sent.setdefault(group_id, {})[index] = to, length
 
     def tokens(self, group_id: str) -> int:
         """Return how many tokens a group has so far, its prompt's included."""

@@ -119,7 +119,7 @@ def test_a_stream_has_no_gap_however_its_reader_fares():
     """What is not read meanwhile, is lost, or was made before an engine died, comes with the next tokens."""
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.submit(open=True, groups=["g"], stream=True)
+    world.submit(open=True, groups=["g"], stream=True, submission=1)
     [(_, chunk)] = world.take(wire.RunChunk)
     assert chunk.stream
 
@@ -136,7 +136,7 @@ def test_a_stream_has_no_gap_however_its_reader_fares():
     assert stream(chunk, 3, 4) == []
     world.reads = True
     assert stream(chunk, 4, 5) == [(3, [4, 5])]
-    world.conductor.received_from_trainer(b"t", 2)  # it has lost something
+    world.submit(open=True, groups=["g"], stream=True, submission=2)  # it has lost something
     assert stream(chunk, 5, 6) == [(0, [1, 2, 3, 4, 5, 6])]
     world.conductor.give_up(["a"], "silent")
     world.conductor.join("a", REGISTER, 2)
