@@ -1,7 +1,10 @@
 """No test is gated on wall time: machines stall."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -11,6 +14,10 @@ settings.register_profile("seer", deadline=None, derandomize=True)
 # `make test-all` draws others each time.
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("seer")
+
+# Systems of tests are not found by the user's commands, nor by those of other workers.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="runtime-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -29,7 +29,7 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
         assert [each.name for each in status.instances] == ["e0"]
 
 
-async def test_the_command_line_takes_keys_from_the_environment(tmp_path):
+async def test_the_command_line_takes_keys_from_the_environment_and_from_settings(tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(f'{{"id": "{i}", "prompt_token_ids": [1, {i}]}}\n' for i in range(4)))
     async with running(tmp_path) as system:
@@ -42,5 +42,12 @@ async def test_the_command_line_takes_keys_from_the_environment(tmp_path):
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, said = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, said
+        keys = system.security("observer-top")
+        asked = ["status", "--set", f"security.key={keys.key}", "--set", f"security.server={keys.server}"]
+        process = await asyncio.create_subprocess_exec(
+            seer, *asked, "--connect", system.config.endpoints.trainers, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, said
     assert len(out.read_text().splitlines()) == 4

@@ -17,6 +17,7 @@ from seer.cli.observe_commands import COMMANDS as OBSERVE_COMMANDS
 from seer.cli.options import (
     BACKEND,
     CONFIG,
+    CONNECT,
     FILE,
     FOLDER,
     INSTANCES,
@@ -25,8 +26,11 @@ from seer.cli.options import (
     POSITIVE,
     SAMPLING,
     SEED,
+    beside_running,
     config_of,
+    endpoint_of,
     job_of,
+    log_of_running,
 )
 from seer.cli.service_commands import COMMANDS
 
@@ -102,8 +106,9 @@ for _command in (keys, *COMMANDS, *OBSERVE_COMMANDS):
 @click.option("--report-html", type=FILE, help="Draw what ran when and where, also of a run that failed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
 @click.option(
-    "--connect", default="", metavar="ENDPOINT", help="Use a running system instead of starting one."
-)
+    "--connect", default="", metavar="ENDPOINT",
+    help="Use a running system instead of starting one.  [default without --model: the one on this machine]",
+)  # fmt: skip
 @CONFIG
 def rollout(**options: object) -> None:
     """Generate n responses to every prompt of PROMPTS.jsonl.
@@ -111,9 +116,15 @@ def rollout(**options: object) -> None:
     A line is {"id": ..., "prompt": ... or "prompt_token_ids": [...]}; other fields come back as metadata.
     """
     settings = {name for name, value in options.items() if "__" in name and value is not None}
-    if options["connect"] and settings - {"shared__model"}:
-        click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
     config = config_of(options)
+    found = None
+    if not (options["connect"] or config.shared.model) and config.engine.backend == "vllm":
+        found = beside_running(config, "--connect {endpoint}")
+    if found is not None:
+        config, options["connect"] = found, found.endpoints.trainers
+        click.echo(f"uses the system at {config.endpoints.trainers}, model {config.shared.model}", err=True)
+    if options["connect"] and settings - {"shared__model"}:
+        click.echo("warning: in a running system, engine and scheduling options have no effect", err=True)
     if not options["connect"]:
         from seer.local.own_network import for_pool
 
@@ -180,13 +191,15 @@ def up(instances: int | None, **options: object) -> None:
 
 
 @main.command()
-@click.option("--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers.")
+@CONNECT
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
-def status(connect: str, as_json: bool) -> None:
+@CONFIG
+def status(connect: str, as_json: bool, **options: object) -> None:
     """Show the state of a running system; exits with 1 if a service does not answer."""
     from seer.cli.status import show
 
-    sys.exit(show(connect, as_json))
+    config = config_of(options)
+    sys.exit(show(endpoint_of(connect, config), config.security, as_json))
 
 
 @main.command()
@@ -229,17 +242,18 @@ def doctor(
 
 
 @main.command()
-@click.argument("log", type=click.Path(path_type=Path))
+@click.argument("log", type=click.Path(path_type=Path), required=False)
 @click.option("--out", type=FILE, help="Draw it here, as one HTML file.  [default: report.html]")
 @click.option("--trace", type=FILE, help="Write every chunk for https://ui.perfetto.dev instead, or as well.")
 @click.option("--rollout", "rollout_id", default="", metavar="ID", help="Which one.  [default: the last]")
-def report(log: Path, out: Path | None, trace: Path | None, rollout_id: str) -> None:
+def report(log: Path | None, out: Path | None, trace: Path | None, rollout_id: str) -> None:
     """Draw what ran when and where in a rollout, from a buffer's LOG: a folder of `buffer.log`, or a file.
 
-    docs/log.md tells how to read the drawing.
+    Without LOG it is that of the system that runs on this machine. docs/log.md tells how to read the drawing.
     """
     from seer.report.command import write_reports
 
+    log = log or log_of_running()
     html = Path("report.html") if out is None and trace is None else out
     click.echo(write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id), err=True)
 

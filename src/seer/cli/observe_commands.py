@@ -8,11 +8,7 @@ from pathlib import Path
 
 import click
 
-from seer.cli.options import CONFIG, FILE, config_of
-
-CONNECT = click.option(
-    "--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers."
-)
+from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of
 
 
 @click.command()
@@ -58,20 +54,25 @@ def exporter(
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InvalidField("--listen", listen, "give HOST:PORT, as 127.0.0.1:7112")
     access = Access(certificate=certificate, key=key, client_ca=client_ca, password_file=password_file)
-    make = functools.partial(Exporter, connect=connect, listen=(host.strip("[]"), int(port)), access=access)
-    sys.exit(run_process("exporter", make, config_of(options), ready_fd))
+    config = config_of(options)
+    make = functools.partial(
+        Exporter, connect=endpoint_of(connect, config), listen=(host.strip("[]"), int(port)), access=access
+    )
+    sys.exit(run_process("exporter", make, config, ready_fd))
 
 
 @click.command()
 @CONNECT
-def top(connect: str) -> None:
+@CONFIG
+def top(connect: str, **options: object) -> None:
     """Show a running system on one screen, once a second: rollouts, engines, the longest open responses.
 
-    Arrows scroll, q quits. With keys it needs an observer's: SEER_SECURITY__KEY and SEER_SECURITY__SERVER.
+    Arrows scroll, q quits. With keys it needs an observer's: security.key and security.server.
     """
     from seer.observe.top import show
 
-    show(connect)
+    config = config_of(options)
+    show(endpoint_of(connect, config), config.security)
 
 
 COMMANDS = (exporter, top)

@@ -79,6 +79,12 @@ CONFIG = together(
 )
 
 
+CONNECT = click.option(
+    "--connect", default="", metavar="ENDPOINT",
+    help="The buffer's endpoint for trainers.  [default: the system that runs on this machine]",
+)  # fmt: skip
+
+
 def config_of(options: dict[str, object]) -> Config:
     """Load the configuration, and take what went into it out of a command's options."""
     from seer.common.config import load
@@ -88,6 +94,59 @@ def config_of(options: dict[str, object]) -> Config:
     settings = {name: options.pop(name) for name in list(options) if "__" in name}
     given = [f"{name.replace('__', '.')}={value}" for name, value in settings.items() if value is not None]
     return load(file, os.environ, [*given, *sets])
+
+
+def endpoint_of(connect: str, config: Config) -> str:
+    """Return where a command connects: as told or configured, else to the system that runs on this machine.
+
+    Raises `ConfigError` if several run here.
+    """
+    from seer.common.process.running import the_system
+
+    configured = config.endpoints.trainers
+    if connect or _names_system(config):
+        return connect or configured
+    if found := the_system("--connect {endpoint}"):
+        return found.endpoint
+    click.echo(f"no system of this user was found on this machine: asking {configured}", err=True)
+    return configured
+
+
+def beside_running(config: Config, name_it: str) -> Config | None:
+    """Return a configuration with the endpoint of the system that stays on this machine, and its model if
+    none is configured; None if no such system runs, or another is configured.
+
+    Raises `ConfigError` if several run here, listed as `name_it` (`running.the_system`).
+    """
+    from msgspec.structs import replace
+
+    from seer.common.process.running import the_system
+
+    found = None if _names_system(config) else the_system(name_it, stays=True)
+    if found is None:
+        return None
+    return replace(
+        config,
+        endpoints=replace(config.endpoints, trainers=found.endpoint),
+        shared=replace(config.shared, model=config.shared.model or found.model),
+    )
+
+
+def log_of_running() -> Path:
+    """Return the log of the system that runs on this machine. Raises `InvalidField`, `ConfigError`."""
+    from seer.common.errors import InvalidField
+    from seer.common.process.running import the_system
+
+    found = the_system("seer report {log}")
+    if found is None or not found.log:
+        raise InvalidField("LOG", "", "no system of this user was found on this machine: give a buffer's log")
+    return Path(found.log)
+
+
+def _names_system(config: Config) -> bool:
+    from seer.common.config import Endpoints
+
+    return config.endpoints.trainers != Endpoints().trainers
 
 
 def job_of(kind: type[J], options: dict[str, object], config: Config) -> J:

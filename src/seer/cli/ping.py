@@ -13,6 +13,7 @@ import socket
 import sys
 
 from seer.common.clock import LoopClock
+from seer.common.config import SecurityConfig
 from seer.common.errors import SeerError
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
@@ -32,12 +33,14 @@ async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
         return
     # The same address for all checks of a host, which would be new peers every few seconds otherwise.
     me = Identity(role="ping", name=socket.gethostname(), incarnation=0)
-    await greeted(endpoint, me, BufferSnapshotReply, seconds)
+    await greeted(endpoint, me, BufferSnapshotReply, seconds, security_of(os.environ))
 
 
-async def greeted(endpoint: str, me: Identity, union: object, seconds: float) -> Welcome:
+async def greeted(
+    endpoint: str, me: Identity, union: object, seconds: float, security: SecurityConfig
+) -> Welcome:
     """Return a service's answer to a `Hello`. Raises `SeerError` without an answer."""
-    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
+    transport = ZmqTransport(keys=load_keys(security))
     channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, union, LoopClock())
     try:
         return await channel.open(seconds)

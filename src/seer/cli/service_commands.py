@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from seer.cli.options import CONFIG, config_of
+from seer.cli.options import CONFIG, beside_running, config_of
 
 
 def _service(name: str, help_text: str, module: str = "") -> click.Command:
@@ -23,6 +23,8 @@ def _service(name: str, help_text: str, module: str = "") -> click.Command:
         from seer.common.process.service import run_process
 
         config = config_of(options)
+        if name == "gateway":
+            config = beside_running(config, "--set endpoints.trainers={endpoint}") or config
         try:
             make = importlib.import_module(f"seer.{module or f'services.{name}.server'}").make
         except ModuleNotFoundError as error:

@@ -8,10 +8,12 @@ import msgspec
 
 from seer.cli.ping import greeted
 from seer.client import RolloutClient
+from seer.common.config import SecurityConfig
 from seer.common.endpoints import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.identity import Identity
+from seer.common.net.keys import load_keys, name_under
 from seer.common.pool_metrics import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
 from seer.common.wire import ContextSnapshotReply, DgdsToEngine, InstanceStatus, Status
@@ -45,17 +47,17 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolFigures | None = None
 
 
-def show(endpoint: str, as_json: bool) -> int:
+def show(endpoint: str, security: SecurityConfig, as_json: bool) -> int:
     """Print a system's state; return 1 if a service does not answer, or a pool has no memory."""
-    seen = asyncio.run(_look(endpoint))
+    seen = asyncio.run(_look(endpoint, security))
     print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else printable(_text(seen)))
     ownerless = seen.pool is not None and not seen.pool.owners
     return int(ownerless or any(service.error for service in seen.services))
 
 
-async def _look(endpoint: str) -> SystemStatus:
+async def _look(endpoint: str, security: SecurityConfig) -> SystemStatus:
     try:
-        async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
+        async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS, security=security) as client:
             before = await client.status(CONNECT_SECONDS)
             known = [
                 (name, each)
@@ -63,7 +65,7 @@ async def _look(endpoint: str) -> SystemStatus:
                 if name in _UNIONS
                 for each in shards(at)
             ]
-            others = asyncio.gather(*(_probe(name, at) for name, at in known))
+            others = asyncio.gather(*(_probe(name, at, security) for name, at in known))
             (pool, figures), services, _ = await asyncio.gather(
                 _ask_pool(before.services.get("pool", "")), others, asyncio.sleep(RATE_SECONDS)
             )
@@ -90,10 +92,11 @@ async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
     return [Service(name="pool", endpoint=metrics)], figures
 
 
-async def _probe(name: str, endpoint: str) -> Service:
-    me = Identity(role="status", name="status", incarnation=new_incarnation())
+async def _probe(name: str, endpoint: str, security: SecurityConfig) -> Service:
+    name_there = name_under(load_keys(security), "status")
+    me = Identity(role="status", name=name_there, incarnation=new_incarnation())
     try:
-        welcome = await greeted(endpoint, me, _UNIONS[name], CONNECT_SECONDS)
+        welcome = await greeted(endpoint, me, _UNIONS[name], CONNECT_SECONDS, security)
         return Service(name=name, endpoint=endpoint, uptime_seconds=welcome.uptime_seconds)
     except SeerError as error:
         return Service(name=name, endpoint=endpoint, error=str(error))

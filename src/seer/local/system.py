@@ -9,6 +9,7 @@ Invariants:
   any engine;
 - a KV pool that was chosen by `pool.kind = auto` is not waited for, and may fail to start;
 - starting and stopping have deadlines;
+- a system that is ready can be found by other commands of its user (`seer.common.process.running`);
 - all temporary files of children are in one folder of the run (`seer.common.process.scratch`), which is
   removed with the run, or, if that was killed, when the next one starts.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -31,6 +33,7 @@ from msgspec.structs import asdict, replace
 from seer.common.config import BufferConfig, Config, Endpoints
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError
+from seer.common.process.running import Running, announce
 from seer.common.process.scratch import Scratch, sweep
 from seer.local.child import Child, LaunchError, StartError
 from seer.local.hardware import plan_engines
@@ -139,6 +142,7 @@ class LocalSystem:
         self._say = say
         self._slots: list[_Slot] = []
         self._keep_logs = False
+        self._announced: Scratch | None = None
         if not private:
             _refuse_free_ports(config.endpoints)
 
@@ -191,6 +195,7 @@ class LocalSystem:
             self._keep_logs = not isinstance(error, StartError)
             await self._stop(orderly=False)
             raise
+        self._announce()
         return self
 
     async def __aexit__(
@@ -255,6 +260,15 @@ class LocalSystem:
             raise group.exceptions[0] from None
         for slot in required:
             slot.watcher = asyncio.create_task(self._watch(slot))
+
+    def _announce(self) -> None:
+        folders = (self.config.shared.model, self.config.buffer.log)
+        model, log = (os.path.abspath(each) if each else "" for each in folders)  # noqa: PTH100 - no links
+        me = Running(pid=os.getpid(), endpoint=self.endpoint, model=model, log=log, stays=not self._private)
+        try:
+            self._announced = announce(me)
+        except OSError as error:
+            self._say(f"note: other commands need --connect {self.endpoint}: {error}")
 
     async def _bring_up(self, slot: _Slot) -> None:
         slot.ready_at = None
@@ -355,6 +369,8 @@ class LocalSystem:
         await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
 
     def _clean_up(self) -> None:
+        if self._announced is not None:
+            self._announced.close()
         if not (self._keep_logs and self._private):
             self._scratch.close()
             return

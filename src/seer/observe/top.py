@@ -22,9 +22,9 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 
-from seer.common.config import LogConfig
+from seer.common.config import LogConfig, SecurityConfig
 from seer.common.errors import ConfigError, SeerError
-from seer.common.net.keys import load_keys, security_of
+from seer.common.net.keys import load_keys
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure
 from seer.common.wire import Status
@@ -100,16 +100,16 @@ class Top:
         self.draw()
 
 
-def show(endpoint: str) -> None:
+def show(endpoint: str, security: SecurityConfig) -> None:
     """Show the system behind the buffer at `endpoint`. Raises `SeerError`."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("seer top needs a terminal: use `seer status`, or `seer exporter` for metrics")
     configure(LogConfig(level="error"), "top")  # a warning amid the screen would only be in the way
-    asyncio.run(_show(endpoint))
+    asyncio.run(_show(endpoint, security))
 
 
-async def _show(endpoint: str) -> None:
-    keys = load_keys(security_of(os.environ))
+async def _show(endpoint: str, security: SecurityConfig) -> None:
+    keys = load_keys(security)
     transport = ZmqTransport(keys=keys)
     observer = Observer(endpoint, transport, keys)
     try:
