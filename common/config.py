@@ -249,6 +249,8 @@ class EngineConfig(Section, frozen=True):
 
     Default: a free port of the address by which it reaches the buffer; nowhere if that is its own machine.
     """
+    routed_experts: bool = False
+    """Keep which experts each token went to, for rollouts that ask for them: docs/models.md."""
     finite_weights: bool = True
     """Refuse weights with NaN or infinities, by name; false for models that have some on purpose."""
     in_place_updates: bool = False

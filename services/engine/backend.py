@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from seer.common.errors import InvalidField, Unsampleable
 from seer.common.prepared_image import PreparedImage
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats, Placed, SamplingParams
 from seer.services.dgds.client import StreamDelta
+
+Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+"""Expert ids [tokens, layers, experts of a token]; uint16 if a layer has more than 256 experts."""
 
 
 class PlacedImage(NamedTuple):
@@ -33,7 +38,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far, of all turns.
 
     It belongs to response `index` of its group; without a group it has no drafts and feeds none. `images` are
-    all that stand in the tokens, in order.
+    all that stand in the tokens, in order. `routes_from`: from this token on, expert ids are wanted.
     """
 
     request_id: str
@@ -51,6 +56,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     turn_start: int = 0
     parks: bool = False
     images: tuple[PlacedImage, ...] = ()
+    routes_from: int | None = None
 
     @property
     def counts_from(self) -> int:
@@ -81,7 +87,9 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
     the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted` and
-    `accepted` count draft tokens verified and accepted, by cell (`common/policy/draft_costs.py`).
+    `accepted` count draft tokens verified and accepted, by cell (`common/policy/draft_costs.py`). `routes`:
+    expert ids [tokens, layers, experts of a token] of the context from `Chunk.routes_from` on, but its last
+    token, which no model has read yet.
     """
 
     request_id: str
@@ -92,6 +100,7 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     drafted: list[int] = []
     accepted: list[int] = []
+    routes: Routes | None = None
 
 
 class ChunkFailure(msgspec.Struct, kw_only=True):

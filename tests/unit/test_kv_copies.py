@@ -31,9 +31,9 @@ SIZES = {700: 24, 90_000: 40}
 
 
 class Memory:
-    """KV of random bytes in two regions, and rows of random bytes."""
+    """KV of random bytes in two regions, what is kept beside it, and rows of random bytes."""
 
-    def __init__(self, slots=10, sizes=SIZES, seed=0):
+    def __init__(self, slots=10, sizes=SIZES, seed=0, beside=0):
         random = torch.Generator().manual_seed(seed)
 
         def some(*shape):
@@ -41,8 +41,9 @@ class Memory:
 
         self.sizes = sizes
         self.kv = {start: some(BLOCKS, size) for start, size in sizes.items()}
-        self.rows = some(slots, CHECKSUM_BYTES + sum(sizes.values()))
-        self.regions = KvRegions(self.kv.items())
+        self.rows = some(slots, CHECKSUM_BYTES + sum(sizes.values()) + beside)
+        self.beside = [some(BLOCKS, beside)] if beside else []
+        self.regions = KvRegions(self.kv.items(), *self.beside)
 
     def on_host(self):
         return HostCopies(self.rows)
@@ -56,7 +57,8 @@ class Memory:
         )
 
     def bytes_of(self, block):
-        return b"".join(memory[block].numpy().tobytes() for memory in self.kv.values())
+        memories = [*self.kv.values(), *self.beside]
+        return b"".join(memory[block].numpy().tobytes() for memory in memories)
 
     def row(self, slot):
         return self.rows[slot, CHECKSUM_BYTES:].numpy().tobytes()
@@ -66,9 +68,9 @@ moved = st.lists(st.integers(0, 9), min_size=1, max_size=10, unique=True)
 
 
 @pytest.mark.parametrize("kind", ["on_host", "on_device"])
-@given(slots=moved, start=st.integers(0, 2), odd=st.booleans())
-def test_blocks_and_rows_that_are_named_are_copied_and_no_others(kind, slots, start, odd):
-    memory = Memory(sizes={700: 23, 90_000: 41} if odd else SIZES)
+@given(slots=moved, start=st.integers(0, 2), odd=st.booleans(), beside=st.sampled_from([0, 5, 16]))
+def test_blocks_and_rows_that_are_named_are_copied_and_no_others(kind, slots, start, odd, beside):
+    memory = Memory(sizes={700: 23, 90_000: 41} if odd else SIZES, beside=beside)
     numbers = [(7 * slot + start) % BLOCKS for slot in slots]
     copies = getattr(memory, kind)()
     before = {slot: memory.row(slot) for slot in range(10)}

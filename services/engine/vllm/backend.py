@@ -146,12 +146,15 @@ class VllmBackend:
             self._images = Images(model, self.core.capacity.image_tokens)
             max_draft = self._drafts.max_draft if self._drafts else 0
             self.core.draft_next(0)
-            self.core.rpc("seer_install", max_draft=max_draft, scratch=self.core.scratch)
+            self.core.install(max_draft, routed_experts=self._config.routed_experts)
             self_test.check(self.probe, model)
             if self._drafts is not None:
                 self._drafting = self._start_drafting(self._drafts)
             if self._pool is not None:
-                self._sharing = KvSharing(self.core.rpc, Path(self._shared.model), self.core.vllm_config)
+                self._sharing = KvSharing(
+                    self.core.rpc, Path(self._shared.model), self.core.vllm_config,
+                    routed_experts=self._config.routed_experts,
+                )  # fmt: skip
         except SeerError:
             self.close()
             raise
@@ -212,7 +215,7 @@ class VllmBackend:
         if chunk.wait_for_room:
             self._gate.enter(engine_id, core.capacity.blocks_for(len(chunk.tokens), token_budget(chunk)))
         else:
-            core.add(request)
+            core.add(request, routes=chunk.routes_from is not None)
         self._joined += 1
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops, tree=tree)
         self._engine_ids[chunk.request_id, chunk.attempt] = engine_id
@@ -235,7 +238,8 @@ class VllmBackend:
         """
         result, begun = StepOutput(), time.perf_counter()
         for engine_id in self._gate.start(self.core.kv.free, self.core.kv.held):
-            self.core.add(self._runs[engine_id].request)
+            run = self._runs[engine_id]
+            self.core.add(run.request, routes=run.chunk.routes_from is not None)
         if self._drafting is not None:
             self._drafting.begin_step(len(self._runs), self._mean_tokens, self._mean_context)
         outputs = self.core.step()
@@ -427,7 +431,10 @@ class VllmBackend:
         result.failed.append(failure)
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
-        run = self._runs[engine_id]
+        run, routes = self._runs[engine_id], None
+        if run.chunk.routes_from is not None:
+            known = run.chunk.counts_from + run.chunk.sampling.max_tokens - run.left
+            routes = self.core.routes(engine_id, run.chunk.routes_from, known - 1)
         self._forget(engine_id)
         if finish and not run.chunk.parks and self._sharing is not None:
             prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
@@ -440,6 +447,7 @@ class VllmBackend:
             stop_reason=stop_reason,
             preemptions=run.request.num_preemptions,
             cached_tokens=run.cached_tokens,
+            routes=routes,
         )
         result.ended.append(end)
         self._ended_trees.append(run.tree)
@@ -456,6 +464,7 @@ class VllmBackend:
     def _forget(self, engine_id: str) -> None:
         run = self._runs.pop(engine_id)
         self._gate.leave(engine_id)
+        self.core.forget_routes(engine_id)
         if self._drafting is not None:
             self._drafting.end(run.tree)
         del self._engine_ids[run.chunk.request_id, run.chunk.attempt]

@@ -22,13 +22,19 @@ from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
+WHOLE_CONTEXT = ("FullAttentionSpec", "MLAAttentionSpec")
+"""vLLM's kinds of KV of which a request keeps all blocks until its end."""
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from seer.services.engine.backend import Routes
 
 
 class CoreHandle:
@@ -84,6 +90,13 @@ class CoreHandle:
                 "model on this device; set that"
             )
 
+    def install(self, max_draft: int, *, routed_experts: bool) -> None:
+        """Put our parts into the workers, and have them keep expert ids. Raises `EngineError`."""
+        scheduler = self.engine_core.scheduler
+        if routed_experts:
+            scheduler.kept_group = _whole_context_group(scheduler.kv_cache_config)
+        self.rpc("seer_install", max_draft=max_draft, scratch=self.scratch, kept_group=scheduler.kept_group)
+
     @property
     def engine_core(self) -> EngineCore:
         """The engine core itself. Raises `EngineError` after `close`."""
@@ -131,9 +144,26 @@ class CoreHandle:
         request, _ = self.engine_core.preprocess_add_request(described)
         return request
 
-    def add(self, request: Request) -> None:
-        """Have a request scheduled from the next step on."""
+    def add(self, request: Request, *, routes: bool = False) -> None:
+        """Have a request scheduled from the next step on; `routes`: its expert ids will be read."""
+        if routes:
+            self.engine_core.scheduler.last_blocks[request.request_id] = []
         self.engine_core.add_request(request)
+
+    def routes(self, engine_id: str, first: int, end: int) -> Routes | None:
+        """Return the expert ids of an ended request's tokens from `first` to `end`, before the next step.
+
+        None if it ended while it was preempted, as it may where vLLM schedules ahead: it had no block then.
+        """
+        blocks = self.engine_core.scheduler.last_blocks.pop(engine_id)
+        if len(blocks) * self.capacity.block_size < end:
+            return None
+        found: Routes = self.rpc("seer_read_routes", blocks=blocks, first=first, end=end)[0]
+        return found
+
+    def forget_routes(self, engine_id: str) -> None:
+        """Do not read a request's expert ids any more."""
+        self.engine_core.scheduler.last_blocks.pop(engine_id, None)
 
     def abort(self, engine_id: str) -> None:
         """End a request; its blocks are free at once, but for those that saves to the KV pool pin."""
@@ -268,6 +298,19 @@ class CoreHandle:
         if self._client is None:
             raise EngineError("the engine is closed")
         return self._client
+
+
+def _whole_context_group(config: KVCacheConfig) -> int:
+    """Return the group of layers beside whose KV expert ids are kept.
+
+    Raises `EngineError` if no group's layers attend to all tokens: blocks before a window go to others.
+    """
+    for place, group in enumerate(config.kv_cache_groups):
+        if type(group.kv_cache_spec).__name__ in WHOLE_CONTEXT:
+            return place
+    raise EngineError(
+        "engine.routed_experts = true: no layer of this model attends to all tokens; set it to false"
+    )
 
 
 class EncoderAccount:

@@ -34,7 +34,8 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
 
     `draft_length`, to be set before a step is scheduled ahead: how many drafts the worker makes after it for
     each request. `verified`: the drafts by request, or their placeholders, that were in the step whose
-    results came last.
+    results came last. `last_blocks`: of the requests that are in it, the blocks that they had at their ends,
+    of the group of layers `kept_group`.
     """
 
     ahead = False
@@ -50,6 +51,8 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
         self.short_updates = 0
         self.draft_length: int = self.num_spec_tokens
         self.verified: dict[str, list[int]] = {}
+        self.kept_group = 0
+        self.last_blocks: dict[str, list[int]] = {}
 
     def _row(self, request: Request) -> Row | None:
         row = self._rows.get(request.request_id)
@@ -59,6 +62,9 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
 
     def _free_request_blocks(self, request: Request) -> None:
         self._rows.pop(request.request_id, None)
+        if request.request_id in self.last_blocks:
+            blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.last_blocks[request.request_id] = blocks[self.kept_group]
         super()._free_request_blocks(request)
 
     def update_from_output(

@@ -74,7 +74,8 @@ def load(
 
     try:
         vllm_config = _vllm_config(config, shared, pool, drafts, meeting)
-        executor = _profiling_executor(Executor.get_class(vllm_config), drafts.max_draft if drafts else 0)
+        most = drafts.max_draft if drafts else 0
+        executor = _profiling_executor(Executor.get_class(vllm_config), most, config.routed_experts)
         return InprocClient(vllm_config, executor, log_stats=False)
     except EngineError:
         raise
@@ -173,12 +174,13 @@ def _check_model(vllm_config: VllmConfig, shared: SharedConfig) -> None:
             )
 
 
-def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Executor]:
-    """Return an executor that measures what memory our sampler needs before it sizes KV."""
+def _profiling_executor(executor: type[Executor], max_draft: int, routed_experts: bool) -> type[Executor]:
+    """Return an executor that measures what memory our parts need before it sizes KV."""
+    arguments = {"max_draft": max_draft, "routed_experts": routed_experts}
 
     class ProfilingExecutor(executor):  # type: ignore[misc]
         def determine_available_memory(self) -> list[int]:
-            self.collective_rpc("seer_profile_largest_batch", kwargs={"max_draft": max_draft})
+            self.collective_rpc("seer_profile_largest_batch", kwargs=arguments)
             available: list[int] = super().determine_available_memory()
             return available
 

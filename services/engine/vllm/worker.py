@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.triton_utils import HAS_TRITON
 
@@ -28,6 +28,7 @@ from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
+from seer.services.engine.backend import Routes
 from seer.services.engine.vllm import cpu_kernels, decode_graphs
 from seer.services.engine.vllm.cpu_kernels import FreshBlocks
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
@@ -36,6 +37,7 @@ from seer.services.engine.vllm.drafts.device_paths import DevicePaths
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
+from seer.services.engine.vllm.expert_routes import ExpertRoutes
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
@@ -68,12 +70,15 @@ class SeerWorker:
     sleep: Callable[[int], None]
     seer_sampler: SlotSampler
     seer_paths: DevicePaths | None
+    seer_routes: ExpertRoutes | None = None
     seer_memory: CpuSleep
     seer_blocks: FreshBlocks
     seer_base: str
 
-    def seer_profile_largest_batch(self, max_draft: int) -> None:
+    def seer_profile_largest_batch(self, max_draft: int, routed_experts: bool) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
+        if routed_experts:
+            self.seer_routes = ExpertRoutes(self.model_runner)
         if self.model_runner.device.type == "cuda":
             decode_graphs.install(self.model_runner)
         elif not HAS_TRITON:
@@ -84,10 +89,11 @@ class SeerWorker:
         """See `largest_batch.measured`."""
         return measured(self.model_runner, max_draft)
 
-    def seer_install(self, max_draft: int, scratch: list[int]) -> None:
+    def seer_install(self, max_draft: int, scratch: list[int], kept_group: int) -> None:
         """Put our sampler, our drafts and their paths into the model runner.
 
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
+        `kept_group`: see `ExpertRoutes.keep`.
         """
         runner = self.model_runner
         if self.vllm_config.parallel_config.world_size > 1:
@@ -100,9 +106,12 @@ class SeerWorker:
         if max_draft:
             runner.speculator.attach(runner, self.seer_sampler)
         self.seer_paths = None
+        beside = self.seer_routes.keep(kept_group) if self.seer_routes is not None else None
+        if has_kv_transfer_group():
+            get_kv_transfer_group().begin(beside)
         if scratch:
             each = path_blocks(max_draft, runner.cache_config.block_size)
-            self.seer_paths = DevicePaths(runner, scratch, each, self.seer_sampler.captures)
+            self.seer_paths = DevicePaths(runner, scratch, each, self.seer_sampler.captures, beside)
             self.seer_sampler.paths = self.seer_paths
             runner.speculator.path_selector = PathSelector(len(scratch) // each)
 
@@ -214,6 +223,10 @@ class SeerWorker:
         """See `GuardedStore.counts`."""
         counts: dict[str, int] = get_kv_transfer_group().store.counts()
         return counts
+
+    def seer_read_routes(self, blocks: list[int], first: int, end: int) -> Routes | None:
+        """See `ExpertRoutes.read`."""
+        return self.seer_routes.read(blocks, first, end) if self.seer_routes is not None else None
 
     def seer_take_captured(self) -> npt.NDArray[np.float32]:
         """Return and forget the raw logits of captured requests: [rows, vocab_size]."""

@@ -49,7 +49,8 @@ class _Step:
 class DevicePaths:
     """Wraps a runner of V2. `scratch`: KV blocks that the scheduler never gives out, `each` for a path.
 
-    `alone`: slots of the requests that verify one path.
+    `alone`: slots of the requests that verify one path. `beside`: what is kept of blocks beside their KV,
+    [blocks, bytes of a block].
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class DevicePaths:
         scratch: Sequence[int],
         each: int,
         alone: Collection[int],
+        beside: torch.Tensor | None = None,
     ) -> None:
         self._runner, self._alone = runner, alone
         whole = scratch[: len(scratch) // each * each]
         self._scratch = torch.tensor(whole, dtype=torch.int32, device=runner.device).view(-1, each)
         count, size = runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes[0]
-        self._ops = path_ops(runner.kv_caches, count, size)
+        kept = runner.kv_caches if beside is None else [*runner.kv_caches, beside]
+        self._ops = path_ops(kept, count, size)
         self._layout: PathLayout | None = None
         self._step: _Step | None = None
         self._rows = self._dropped = 0

@@ -43,12 +43,16 @@ class Blocks:
 class KvRegions:
     """The engine's KV memory, by the addresses that vLLM's connector has for it.
 
-    Addresses only identify blocks here: after `sleep` the memory lies elsewhere.
+    Addresses only identify blocks here: after `sleep` the memory lies elsewhere. What is kept `beside` the KV
+    of blocks, bytes [blocks, bytes of a block], is a last part of each.
     """
 
-    def __init__(self, regions: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def __init__(
+        self, regions: Iterable[tuple[int, torch.Tensor]], beside: torch.Tensor | None = None
+    ) -> None:
         """Take (address, bytes [blocks, block bytes]) of each region; all lie on one device."""
         self._regions = sorted(regions, key=lambda region: region[0])
+        self._beside = beside
         self._starts = [start for start, _ in self._regions]
 
     @property
@@ -57,7 +61,7 @@ class KvRegions:
         return self._regions[0][1].device
 
     def __len__(self) -> int:
-        return len(self._regions)
+        return len(self._regions) + (self._beside is not None)
 
     def blocks(self, addresses: Sequence[Sequence[int]]) -> Blocks:
         """Return the blocks that these addresses of parts [n][parts] mean. Raises `ValueError`."""
@@ -68,6 +72,8 @@ class KvRegions:
         numbers, rest = np.divmod(parts - starts, np.array([[memory.shape[1]] for memory in memories]))
         if rest.any() or numbers.min() < 0 or (numbers >= [[len(memory)] for memory in memories]).any():
             raise ValueError("these addresses are not blocks of one KV region")
+        if self._beside is not None:
+            memories, numbers = [*memories, self._beside], np.concatenate((numbers, numbers[:1]))
         return Blocks(memories, numbers)
 
 

@@ -183,7 +183,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Give the store the KV memory, with the addresses that vLLM's connector uses."""
+        """Note the KV memory, with the addresses that vLLM's connector uses."""
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         layout = worker.token_dbs[0].store_layout
@@ -191,12 +191,17 @@ class SeerStoreConnector(MooncakeStoreConnector):
         for cache in kv_caches.values():
             storage = cache.untyped_storage()
             flat[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-        regions = [
+        self._regions = [
             (start, _blocks(flat, start, size, worker.num_blocks))
             for start, size in zip(layout.kv_caches_base_addr, layout.block_len, strict=True)
         ]
         self.store.key_prefixes = tuple(db.store_layout._key_prefix for db in worker.token_dbs)
-        self.store.attach(KvRegions(regions), sum(layout.block_len))
+
+    def begin(self, beside: torch.Tensor | None) -> None:
+        """Give the store the KV memory, and what is kept `beside` it, bytes [blocks, bytes of a block]."""
+        size = sum(memory.shape[1] for _, memory in self._regions)
+        extra = 0 if beside is None else beside.shape[1]
+        self.store.attach(KvRegions(self._regions, beside), size + extra)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Order loads; they write no block before work that the model's stream has now is done."""

@@ -3,7 +3,7 @@
 Invariants:
 - engines find each other's KV only if everything that it depends on is equal: weight bytes, the model's
   configuration, types, block size, attention backend and its layout, tensor-parallel ranks, whether kernels
-  are batch-invariant, and the versions that hash blocks;
+  are batch-invariant, and the versions that hash blocks; and if both keep expert ids beside it, or neither;
 - KV is saved of responses that go on in another chunk, or may in another turn, and of tokens that they have;
 - blocks that only a finished response could use are removed soon after it ends.
 """
@@ -50,7 +50,7 @@ def tokens_to_save(
 class KvSharing:
     """One engine's namespace in the pool; `rpc(method, **arguments)` calls every rank's `SeerWorker`."""
 
-    def __init__(self, rpc: Rpc, model: Path, config: VllmConfig) -> None:
+    def __init__(self, rpc: Rpc, model: Path, config: VllmConfig, *, routed_experts: bool = False) -> None:
         import vllm.envs  # only now: its environment is prepared before it is imported
 
         self._rpc = rpc
@@ -67,6 +67,7 @@ class KvSharing:
             # They hash blocks: all engines must compute the same keys.
             "versions": [vllm.__version__, *platform.python_version_tuple()[:2]],
             "batch_invariant": bool(vllm.envs.VLLM_BATCH_INVARIANT),  # else KV may differ in last bits
+            "routed_experts": routed_experts,
             "hash": config.cache_config.prefix_caching_hash_algo,
         }
         self._to_remove: list[str] = []
