@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
+from seer.common import beside
 from seer.common.detokenizer import Detokenizer
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import GroupDone, Logprobs, Tokens
@@ -17,7 +18,9 @@ class Response:
     """One response. `token_ids`: int32 [length], `logprobs`: float32 [length], length >= 1.
 
     `text` (None without a tokenizer) is without the stop string or token that ended it. `stop_reason` is
-    that string or the stop token id as text, empty when the response ran to max_tokens.
+    that string or the stop token id as text, empty when the response ran to max_tokens. `routed_experts`:
+    expert ids, uint8 or uint16 [tokens, layers, experts of a token], of prompt and response without its last
+    token, which no model has read; None unless `SamplingParams.routed_experts_from` asks for them.
     """
 
     index: int
@@ -26,6 +29,7 @@ class Response:
     text: str | None
     finish_reason: FinishReason
     stop_reason: str
+    routed_experts: beside.Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ def malformed(message: GroupDone, n: int) -> str:
         return f"response {message.lengths.index(min(message.lengths))} is empty"
     if not sum(message.lengths) == message.tokens.size == message.logprobs.size:
         return f"{message.tokens.size} tokens and {message.logprobs.size} logprobs for {sum(message.lengths)}"
+    extra = 0 if message.beside is None else message.beside.size
+    if len(message.beside_sizes) not in (0, n) or beside.total(message.beside_sizes) != extra:
+        return f"{extra} bytes beside the tokens where {beside.total(message.beside_sizes)} are announced"
     return ""
 
 
@@ -77,6 +84,7 @@ def _responses(
 ) -> Iterable[Response]:
     start, detokenizer = 0, None if tokenizer is None else Detokenizer.of(tokenizer)
     before = [] if detokenizer is None else prompt.token_ids.tolist()
+    extras = list(beside.split(message.beside, message.beside_sizes or [{}] * len(message.lengths)))
     for index, length in enumerate(message.lengths):
         token_ids = message.tokens[start : start + length]
         stop_reason, text = message.stop_reasons[index], None
@@ -89,5 +97,6 @@ def _responses(
             text=text,
             finish_reason=message.finish_reasons[index],
             stop_reason=stop_reason,
+            routed_experts=beside.array_of(beside.ROUTED_EXPERTS, extras[index]),
         )
         start += length

@@ -57,7 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `logprobs` says under which distribution the sampled token's logprob is returned: `scaled`
     (temperature-scaled, untruncated: what trainers recompute), `raw` (temperature 1) or
     `processed` (after penalties and truncation). `min_tokens` masks every stop token id and
-    defers stop strings until that many tokens are out.
+    defers stop strings until that many tokens are out. `routed_experts_from`: return which experts each token
+    went to, from this position of the prompt on; None: do not.
     """
 
     max_tokens: int = 512
@@ -74,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: LogprobMode = "scaled"
+    routed_experts_from: int | None = None
 
     def check(self, field: str = "sampling") -> None:
         """Raise `InvalidField` naming the first field that cannot be accepted."""
@@ -87,6 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidField(
                 f"{field}.min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})"
             )
+        if self.routed_experts_from is not None and not 0 <= self.routed_experts_from <= MAX_TOKEN_ID:
+            fix = f"give a position from 0 to {MAX_TOKEN_ID}, or None"
+            raise InvalidField(f"{field}.routed_experts_from", self.routed_experts_from, fix)
         self._check_lists(field)
 
     def _check_types(self, field: str) -> None:

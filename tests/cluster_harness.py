@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import AsyncIterator
 
+import numpy as np
 from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import PROCESS
 
@@ -19,6 +20,7 @@ from seer.services.buffer import server as buffer
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 from seer.services.engine import server as engine
+from seer.services.engine.replay.backend import made_up_routes
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
 
@@ -110,6 +112,13 @@ def folder(path, fill, shape=(2, 3)):
     text = json.dumps(head).encode()
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
+
+
+def check_routes(group, first=0):
+    """Each response has the expert ids of prompt and response from `first` on, but of its last token."""
+    for response in group.responses:
+        read = [*group.prompt_token_ids.tolist(), *response.token_ids.tolist()][first:-1]
+        assert np.array_equal(response.routed_experts, made_up_routes(read))
 
 
 async def roll(client, number=0, **options):

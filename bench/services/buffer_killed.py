@@ -26,7 +26,8 @@ from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.local.system import LocalSystem
 from seer.services.buffer.events import Weights
-from seer.services.buffer.log.kept_chunks import KeptChunks
+from seer.services.buffer.log.chunk_file import Output
+from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.engine.server import STATUS_SECONDS
 
 GROUP = 8
@@ -70,18 +71,20 @@ def keeping(chunks: int) -> dict[str, Any]:
     """Return what it takes to keep chunks of 512 tokens, and to read them again."""
     rng = np.random.default_rng(0)
     tokens, logprobs = rng.integers(0, 9, CHUNK).astype(np.int32), rng.random(CHUNK).astype(np.float32)
+    chunk = Output(tokens, logprobs, ("", ""))
+    so_far = SoFar(1, PROMPT, Weights(0, "d"), {0: chunk})
     with tempfile.TemporaryDirectory() as folder:
-        kept = KeptChunks(folder, 1.0, 0.0, lambda _: None)
+        kept = KeptChunks(folder, 1.0, 0.0, lambda _: so_far)
         kept.open("r", "p")
         start = time.thread_time()
         for number in range(chunks):
-            kept.keep("r/p", number % 64, tokens, logprobs, ("", ""), lambda: (1, PROMPT), Weights(0, "d"))
+            kept.keep("r/p", number % 64, chunk)
             kept.flush()
         writing = time.thread_time() - start
         kept.close()
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         start = time.thread_time()
-        later = KeptChunks(folder, 1.0, 0.0, lambda _: None)
+        later = KeptChunks(folder, 1.0, 0.0, lambda _: so_far)
         later.open("r", "p")
         later.offer("r", "p", 1, PROMPT)
         later.restore("r/p")

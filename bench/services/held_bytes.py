@@ -19,6 +19,7 @@ from lib.hardware import machine
 from seer.common.process.memory import MOST
 from seer.common.types import SamplingParams
 from seer.services.buffer.events import Weights
+from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.response_store import TOKEN_BYTES, SubmittedPrompt
 from seer.services.buffer.response_store import Store as BufferStore
 from seer.services.dgds.group_store import Store as DgdsStore
@@ -56,7 +57,7 @@ def buffer(groups: int, length: int, part: int) -> int:
     for _ in range(length // part):
         for group in range(groups):
             for index in range(GROUP):
-                store.keep(str(group), index, tokens, logprobs, ("", ""), weights)
+                store.keep(str(group), index, Output(tokens, logprobs, ("", "")), weights)
     return groups * GROUP * length * TOKEN_BYTES
 
 

@@ -25,6 +25,7 @@ from seer.common.wire.base import Hello as Hello
 from seer.common.wire.base import Logprobs as Logprobs
 from seer.common.wire.base import Message as Message
 from seer.common.wire.base import Refused as Refused
+from seer.common.wire.base import Sizes as Sizes
 from seer.common.wire.base import Tokens as Tokens
 from seer.common.wire.base import Welcome as Welcome
 from seer.common.wire.drafts import TOKEN_BYTES as TOKEN_BYTES

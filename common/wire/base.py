@@ -20,6 +20,9 @@ Logprobs = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 Bytes = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
 """One-dimensional raw bytes; the codec refuses every other dtype."""
 
+MAX_KINDS = 8
+"""Bound on the kinds of what comes beside tokens."""
+
 MAX_ID = 512
 """Bound on ids and names. Characters."""
 
@@ -47,6 +50,10 @@ ResponseIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP_SIZE)]
 
 SubmissionNumber = Annotated[int, msgspec.Meta(ge=0)]
 """A number of its own for each `submit` of a trainer, which every answer repeats; 0: none, or any."""
+
+
+Sizes = Annotated[dict[ShortStr, Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_KINDS)]
+"""Bytes by kind of what comes beside tokens; kinds are engines' and clients' (`common/beside.py`)."""
 
 
 class Message(msgspec.Struct, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 from seer.common.sleep import SleepTag
 from seer.common.types import MAX_IMAGES, Capacity, InstanceStats, Placed, SamplingParams
 from seer.common.wire.base import (
+    Bytes,
     Counts,
     Folder,
     Goodbye,
@@ -22,6 +23,7 @@ from seer.common.wire.base import (
     Refused,
     ResponseIndex,
     ShortStr,
+    Sizes,
     Tokens,
     Welcome,
 )
@@ -83,7 +85,8 @@ class RunChunk(Message, tag=True):
     `images` are all that stand in `tokens`, in every chunk: vLLM would read the placeholders of those left
     out as text, and say nothing. Only engines whose `Capacity.image_tokens` allow it get such chunks.
 
-    `stream`: tokens are wanted as they are generated, as `ChunkTokens` of a `ChunksDone`.
+    `stream`: tokens are wanted as they are generated, as `ChunkTokens` of a `ChunksDone`. `have`: what the
+    buffer has beside the response's tokens.
     """
 
     request_id: ShortStr
@@ -103,6 +106,7 @@ class RunChunk(Message, tag=True):
     parks: bool = False
     images: Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)] = []
     stream: bool = False
+    have: Sizes = {}
 
 
 class DropChunk(Message, tag=True):
@@ -116,7 +120,8 @@ class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
     `finish` is the finish reason, empty if the response goes on. Of `drafted` tokens `accepted` were, by
-    cell. The chunk's first `start` tokens were streamed before.
+    cell. The chunk's first `start` tokens were streamed before. `beside`: what comes beside the response's
+    tokens, after what the buffer had.
     """
 
     request_id: str
@@ -128,6 +133,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
     drafted: Counts = []
     accepted: Counts = []
     start: int = 0
+    beside: Sizes = {}
 
 
 class ChunkTokens(msgspec.Struct, array_like=True):
@@ -143,7 +149,7 @@ class ChunksDone(Message, tag=True):
     """All chunks that ended in the same flush of an engine, and what streamed chunks have generated since.
 
     `tokens`/`logprobs` are flat over `results`, then over `going_on`. A result's tokens are those that did
-    not come before it.
+    not come before it. `beside` is flat over results, and over the kinds of each; None if there is nothing.
     """
 
     weight_version: int
@@ -151,6 +157,7 @@ class ChunksDone(Message, tag=True):
     tokens: Tokens
     logprobs: Logprobs
     going_on: list[ChunkTokens] = []
+    beside: Bytes | None = None
 
 
 class ChunkFailed(Message, tag=True):

@@ -20,6 +20,7 @@ from seer.common.types import (
 )
 from seer.common.wire.base import (
     MAX_GROUP_SIZE,
+    Bytes,
     Goodbye,
     Hello,
     Logprobs,
@@ -27,6 +28,7 @@ from seer.common.wire.base import (
     Refused,
     ResponseIndex,
     ShortStr,
+    Sizes,
     SubmissionNumber,
     Tokens,
     Welcome,
@@ -145,6 +147,8 @@ class GroupDone(Message, tag=True):
     `stop_reasons[i]` is the stop string or the stop token id (as text) that ended response i,
     empty when it ran to max_tokens. One weight version for the whole group, by construction. `submission` is
     that of the `Submit` it answers, `params_digest` the digest of what was asked for (`ids.params_digest`).
+    `beside` is flat over responses, and over the kinds of each, whose sizes are `beside_sizes`; None if there
+    is nothing.
     """
 
     rollout_id: ShortStr
@@ -161,6 +165,8 @@ class GroupDone(Message, tag=True):
     weights_digest: ShortStr = ""
     submission: SubmissionNumber = 0
     params_digest: int = 0
+    beside_sizes: list[Sizes] = []
+    beside: Bytes | None = None
 
 
 class TokensGenerated(Message, tag=True):

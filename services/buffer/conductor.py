@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec import structs
@@ -34,6 +34,7 @@ from seer.services.buffer.events import (
 )
 from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
+from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
@@ -48,10 +49,11 @@ TICK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The arrays of an ended chunk."""
+    """The arrays of an ended chunk, and what comes `beside` its tokens, by kind."""
 
     tokens: wire.Tokens
     logprobs: wire.Logprobs
+    beside: Mapping[str, wire.Bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +225,11 @@ class Conductor:
     ) -> None:
         """Keep the tokens of a chunk, or send them to a trainer that wants them before their group."""
         group_id, index = _locate(item.request_id)
-        tokens, logprobs = ended.tokens, ended.logprobs
         if isinstance(item, instructions.Keep):
             finish = item.finish, item.stop_reason
-            self._store.keep(group_id, index, tokens, logprobs, finish, live)
-            self._kept.keep(group_id, index, tokens, logprobs, finish)
+            chunk = Output(ended.tokens, ended.logprobs, finish, ended.beside)
+            self._store.keep(group_id, index, chunk, live)
+            self._kept.keep(group_id, index, chunk)
             return
         rollout_id, _, prompt_id = group_id.partition("/")
         to = item.address, item.submission

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from seer.common import wire
+from seer.common import beside, wire
 from seer.common.clock import Clock
 from seer.common.errors import InvalidField, NotLoaded
 from seer.common.net.hub import MAX_PEERS, Hub
@@ -141,9 +141,17 @@ class EngineConnections:
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         parts: list[wire.ChunkResult | wire.ChunkTokens] = [*done.results, *done.going_on]
-        counts = [part.count for part in parts]
-        if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
-            fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
+        counts, sizes = [part.count for part in parts], [result.beside for result in done.results]
+        extra = 0 if done.beside is None else len(done.beside)
+        if (
+            min(counts, default=0) < 0
+            or not sum(counts) == len(done.tokens) == len(done.logprobs)
+            or beside.total(sizes) != extra
+        ):
+            fix = (
+                f"must add up to the {len(done.tokens)} tokens, {len(done.logprobs)} logprobs and {extra} "
+                "bytes sent"
+            )
             error = InvalidField("results", counts, fix)
             self.hub.refuse(address, error)
             for result in parts:  # these requests may be the cause, so it counts against them
@@ -160,15 +168,15 @@ class EngineConnections:
         if done.weight_version != self._requests.weight_version and engine in self._requests.instances:
             self._conductor.give_up([engine], f"it sent tokens of weight version {done.weight_version}")
             return
-        start = 0
-        for part in parts:
+        start, beside_each = 0, [*beside.split(done.beside, sizes), *[{}] * len(done.going_on)]
+        for part, extras in zip(parts, beside_each, strict=True):
             end = start + part.count
             happened = (
                 events.TokensArrived(engine, part)
                 if isinstance(part, wire.ChunkTokens)
                 else events.ChunkEnded(engine, part)
             )
-            self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end]))
+            self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end], extras))
             start = end
         self._kept.flush()
 

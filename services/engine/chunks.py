@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seer.common import wire
+from seer.common import beside, wire
 from seer.common.errors import InvalidField
 from seer.common.policy.draft_costs import from_percent
 from seer.common.prepared_image import PreparedImage
 from seer.common.types import check_placed
-from seer.services.engine.backend import Chunk, ChunkEnd, PlacedImage
+from seer.services.engine.backend import Chunk, ChunkEnd, PlacedImage, Routes
 
 Place = tuple[str, int]
 """A group in which drafts are shared, and a response's index there."""
@@ -28,7 +28,8 @@ class RunningChunk:
     """A running chunk; `length` counts the response's tokens after its prompt, this chunk's included.
 
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
-    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer.
+    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `routes_from`:
+    see `Chunk`.
     """
 
     group_id: str
@@ -41,6 +42,7 @@ class RunningChunk:
     parks: bool = False
     stream: bool = False
     sent: int = 0
+    routes_from: int | None = None
 
     @property
     def place(self) -> Place:
@@ -65,7 +67,19 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     if place in taken:
         place = (order.request_id, 0)
     length = len(order.tokens) - order.prompt_len
-    return RunningChunk(*place, order.attempt, serial, length, parks=order.parks, stream=order.stream)
+    run = RunningChunk(*place, order.attempt, serial, length, parks=order.parks, stream=order.stream)
+    first = order.sampling.routed_experts_from
+    if first is not None:
+        run.routes_from = min(first, order.turn_start or order.prompt_len) + _had(order)
+    return run
+
+
+def _had(order: wire.RunChunk) -> int:
+    """Return of how many tokens the buffer has the expert ids. Raises `InvalidField`."""
+    try:
+        return beside.entries(beside.ROUTED_EXPERTS, order.have)
+    except (TypeError, ValueError) as error:
+        raise InvalidField("have", order.have, f"must be kinds of `common/beside.py`: {error}") from error
 
 
 def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], PreparedImage]) -> Chunk:
@@ -86,6 +100,7 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], Pre
         turn_start=order.turn_start,
         parks=order.parks,
         images=tuple(PlacedImage(place, image(place.name)) for place in order.images),
+        routes_from=run.routes_from,
     )
 
 
@@ -97,6 +112,7 @@ def done_message(
     What they stream counts as sent from then on: if the message is lost, the buffer runs these chunks again.
     """
     runs = [run for _, run in ended] + list(going_on.values())
+    routes = [end.routes for end, _ in ended if end.routes is not None]
     message = wire.ChunksDone(
         weight_version=weight_version,
         results=[
@@ -110,6 +126,7 @@ def done_message(
                 end.drafted,
                 end.accepted,
                 run.sent,
+                {} if end.routes is None else {_kind(end.routes): end.routes.nbytes},
             )
             for end, run in ended
         ],
@@ -119,7 +136,12 @@ def done_message(
             wire.ChunkTokens(request_id, run.attempt, len(run.tokens) - run.sent, run.sent)
             for request_id, run in going_on.items()
         ],
+        beside=np.concatenate([each.reshape(-1).view(np.uint8) for each in routes]) if routes else None,
     )
     for run in going_on.values():
         run.sent = len(run.tokens)
     return message
+
+
+def _kind(routes: Routes) -> str:
+    return beside.kind_of(beside.ROUTED_EXPERTS, routes)

@@ -26,7 +26,7 @@ from msgspec import structs
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import InvalidField, NotLoaded, SeerError, Unreachable, Unsampleable
+from seer.common.errors import EngineError, InvalidField, NotLoaded, SeerError, Unreachable, Unsampleable
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, new_name, own_public
@@ -56,6 +56,8 @@ RETRY_SECONDS = 1.0
 
 STREAM_SECONDS = 0.04
 """Least time between two messages with tokens of chunks that go on: people read no faster."""
+
+NO_ROUTES = "the chunk ended while it was preempted, so its expert ids are gone"
 
 STATUS_SECONDS = 1.0
 """Interval of status reports: neither schedules nor operators need newer ones."""
@@ -355,8 +357,12 @@ class EngineServer:
             run = self.running.get(end.request_id)
             if run is not None and run.serial == end.attempt:
                 del self.running[end.request_id]
-                self._chunk_left(end.request_id, run, finished=bool(end.finish) and not run.parks)
-                self._ended.append((end, run))
+                lacks = run.routes_from is not None and end.routes is None
+                self._chunk_left(end.request_id, run, finished=bool(end.finish) and not (run.parks or lacks))
+                if lacks:
+                    self._reject(end.request_id, run.attempt, EngineError(NO_ROUTES))
+                else:
+                    self._ended.append((end, run))
         for failure in out.failed:
             self._fail(failure.request_id, failure.attempt, failure.error)
         if out.ended:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from cluster_harness import running
+from cluster_harness import check_routes, running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
@@ -24,7 +24,11 @@ class Ran:
 
 async def collect(client, **options):
     rollout = await client.submit(
-        PROMPTS, n=4, sampling=SamplingParams(max_tokens=600), rollout_id="r", **options
+        PROMPTS,
+        n=4,
+        sampling=SamplingParams(max_tokens=600, routed_experts_from=0),
+        rollout_id="r",
+        **options,
     )
     return await rollout.result()
 
@@ -32,6 +36,8 @@ async def collect(client, **options):
 def ran(groups, cluster, generated=0):
     counters = cluster.services["buffer"].machine.counters
     responses = {(g.prompt_id, r.index): r for g in groups for r in g.responses}
+    for group in groups:
+        check_routes(group)
     return Ran(
         {key: (r.token_ids.tolist(), r.finish_reason) for key, r in responses.items()},
         {key: r.logprobs.tolist() for key, r in responses.items()},

@@ -4,8 +4,9 @@ import asyncio
 from itertools import chain
 
 import pytest
-from cluster_harness import folder, running
+from cluster_harness import check_routes, folder, running
 from invariants import check
+from msgspec import structs
 from virtual_time import eventually, virtual
 
 from seer.client import Prompt, RequestRefused, SamplingParams
@@ -117,7 +118,8 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
     async with running(engines=2, buffer=config) as cluster, cluster.client() as client:
         expected = await submitted(client)
         rollout = client.open_rollout(repeat=True)
-        prompts = {name: asked(rollout, name, n=N, stream=True) for name in PROMPTS}
+        sampling = structs.replace(SAMPLING, routed_experts_from=1)
+        prompts = {name: asked(rollout, name, n=N, stream=True, sampling=sampling) for name in PROMPTS}
         pieces: dict[tuple[str, int], list[list[int]]] = {}
 
         async def read(name):
@@ -134,6 +136,8 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
         await asyncio.gather(*reading)
         assert {key: [*chain(*parts)] for key, parts in pieces.items()} == expected
         assert max(map(len, pieces.values())) > 4  # not all at the end
+        for prompt in prompts.values():
+            check_routes(await prompt.result(), 1)
 
 
 @virtual

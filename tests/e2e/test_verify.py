@@ -147,7 +147,9 @@ def test_the_whole_matrix_passes(tmp_path):
     code, report, text = verify(tmp_path, 16, "-n", 8, "--max-tokens", 256)
     assert code == 0, text
     assert report["passed"]
-    cannot = {name for name, cell in CELLS.items() if cell.pool} if import_problem() else set()
+    cannot = {"synchronous"}  # that is every cell's schedule on a CPU
+    if import_problem():
+        cannot |= {name for name, cell in CELLS.items() if cell.pool}
     assert set(report["skipped"]) == cannot
     assert [cell["name"] for cell in report["cells"]] == [
         name for name in list(CELLS)[1:] if name not in cannot

@@ -32,6 +32,7 @@ from seer.rollout.files import model_facts, read_prompts
 from seer.rollout.rollout_journal import Journal
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import chunk_file, log_folder, replay
+from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.dgds import past_groups_file
@@ -219,7 +220,7 @@ def of_kept(folder: Folder) -> Iterator[Kind]:
         for index, count, finish in ((0, 9, ""), (1, 5, "stop"), (0, 4, "")):
             arrays = rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
             has[f"r/{group}"][index] = (*arrays, (finish, ""))
-            kept.keep(f"r/{group}", index, *arrays, (finish, ""))
+            kept.keep(f"r/{group}", index, Output(*arrays, (finish, "")))
     kept.close()
     (file,) = where.glob("*")
     whole = file.read_bytes()

@@ -13,6 +13,7 @@ from seer.common.errors import ConfigError
 from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import kept_chunks as kept_module
+from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.log.kept_chunks import KeptChunks, SoFar
 from seer.services.buffer.log.outage import RETRY_SECONDS
 
@@ -24,6 +25,18 @@ ASKED = 77
 def chunk(seed, count):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
+
+
+def beside(index, tokens):
+    """What comes beside tokens: a function of each, for responses 0 and 3 alone."""
+    return {"x |u1 3": np.repeat(tokens % 251, 3).astype(np.uint8)} if index % 3 == 0 else {}
+
+
+def check_beside(outputs):
+    for index, output in outputs.items():
+        expected = beside(index, output.tokens)
+        assert output.beside.keys() == expected.keys()
+        assert all(np.array_equal(output.beside[kind], data) for kind, data in expected.items())
 
 
 class Buffer:
@@ -39,12 +52,13 @@ class Buffer:
     def add(self, group_id, index, arrays, finish):
         group = self.groups.setdefault(group_id, {})
         before = group.get(index, (arrays[0][:0], arrays[1][:0]))
-        group[index] = (*(np.concatenate(each) for each in zip(before, arrays, strict=False)), finish)
+        tokens, logprobs = (np.concatenate(each) for each in zip(before, arrays, strict=False))
+        group[index] = Output(tokens, logprobs, finish, beside(index, tokens))
 
 
 def keep(kept, group, index, arrays, finish=("", ""), rollout="r"):
     kept.buffer.add(f"{rollout}/{group}", index, arrays, finish)
-    kept.keep(f"{rollout}/{group}", index, *arrays, finish)
+    kept.keep(f"{rollout}/{group}", index, Output(*arrays, finish, beside(index, arrays[0])))
 
 
 def begun(path, *groups, ttl=100.0):
@@ -77,6 +91,7 @@ def test_what_was_kept_is_offered_and_restored(tmp_path):
         (2, 7, "stop", "END"),
     ]
     restored = kept.restore("r/p")
+    check_beside(restored)
     for index, seeds in ((0, (1, 3)), (2, (2,))):
         for got, parts in zip(
             restored[index][:2], zip(*(chunk(seed, 5 + seed) for seed in seeds), strict=True), strict=True
@@ -180,6 +195,7 @@ def all_offered(path, tmp_path_factory):
     for group in "pqs":
         if later.offer("r", group, ASKED, PROMPT) is not None:
             found[f"r/{group}"] = later.restore(f"r/{group}")
+            check_beside(found[f"r/{group}"])
     later.close()
     return found
 
@@ -350,9 +366,10 @@ def test_damage_anywhere_leaves_a_beginning_of_what_was_kept(tmp_path_factory, d
     if offered is None or not offered.responses:
         return
     restored = kept.restore("r/p")
+    check_beside(restored)
     whole = {0: (chunk(1, 6), chunk(3, 8)), 2: (chunk(2, 7),)}
     for each in offered.responses:
-        tokens, logprobs, finish = restored[each.index]
+        tokens, logprobs, finish, _ = restored[each.index]
         assert finish == (each.finish, each.stop_reason)
         assert len(tokens) == len(logprobs) == each.count
         expected = [np.concatenate(parts) for parts in zip(*whole[each.index], strict=True)]

@@ -9,6 +9,7 @@ from seer.common import ids, wire
 from seer.common.types import SamplingParams
 from seer.services.buffer import submissions
 from seer.services.buffer.events import Weights
+from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.response_store import Store
 
@@ -38,7 +39,7 @@ def chunk_of(store):
 
 def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivered():
     store = opened()
-    store.keep("r/p", 0, np.array([7], np.int32), np.zeros(1, np.float32), ("", ""), Weights(1, "d1"))
+    store.keep("r/p", 0, Output(np.array([7], np.int32), np.zeros(1, np.float32), ("", "")), Weights(1, "d1"))
     rollout = state.RolloutState("r", "t", b"t", 0, 0, 0.0)
     group = state.GroupState("r/p", "p", rollout, 1, 3, 8, -1, 0)
     first = store.result(group)
@@ -50,7 +51,7 @@ def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivere
 
 def test_what_is_kept_is_no_view_of_a_message_and_what_is_unknown_differs_from_nothing():
     store, message = opened(), np.array([7, 8], np.int32)
-    store.keep("r/p", 0, message[:1], np.zeros(1, np.float32), ("", ""), Weights(1, "d1"))
+    store.keep("r/p", 0, Output(message[:1], np.zeros(1, np.float32), ("", "")), Weights(1, "d1"))
     message[0] = 9
     assert chunk_of(store).tokens.tolist() == [0, 1, 2, 7]
     assert store.same("r/p", submitted())
@@ -91,7 +92,7 @@ def test_what_is_kept_of_a_request_takes_eight_bytes_a_token_and_little_beside()
         before = tracemalloc.get_traced_memory()[0]
         for index in range(100):
             for _ in range(20):
-                store.keep("r/p", index, tokens, logprobs, ("", ""), Weights(1, "d1"))
+                store.keep("r/p", index, Output(tokens, logprobs, ("", "")), Weights(1, "d1"))
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

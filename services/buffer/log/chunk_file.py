@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,8 +31,18 @@ from seer.services.buffer.requests.events import Kept, KeptResponse
 Finish = tuple[str, str]
 """Finish reason and stop reason of a response, empty if it goes on."""
 
-Outputs = Mapping[int, tuple[wire.Tokens, wire.Logprobs, Finish]]
-"""Tokens, logprobs and end by the index of their response."""
+
+class Output(NamedTuple):
+    """A response so far, or a chunk of one; `beside`: what comes beside its tokens, by kind."""
+
+    tokens: wire.Tokens
+    logprobs: wire.Logprobs
+    finish: Finish
+    beside: Mapping[str, wire.Bytes] = MappingProxyType({})
+
+
+Outputs = Mapping[int, Output]
+"""By the index of their response."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 _PREFIX = struct.Struct("<III")
@@ -72,24 +84,39 @@ class RemovedRecord(msgspec.Struct, array_like=True, tag=3):
     prompt_id: str
 
 
-_Head = RolloutRecord | GroupRecord | ChunkRecord | RemovedRecord
+class BesideRecord(msgspec.Struct, array_like=True, tag=4):
+    """What comes beside the tokens of the chunk of the next record; follows, padded to 8 bytes."""
+
+    sizes: wire.Sizes
+
+
+_Head = RolloutRecord | GroupRecord | ChunkRecord | RemovedRecord | BesideRecord
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Head)
 
 
+class _Chunk(NamedTuple):
+    """Where a chunk's `tokens` begin, and what is `beside` them, of these sizes."""
+
+    offset: int
+    tokens: int
+    beside: int
+    sizes: wire.Sizes
+
+
 @dataclass(slots=True)
 class SavedGroup:
-    """A group in a file. By response index: where its chunks are (offset, tokens), and how it finished."""
+    """A group in a file. By response index: its chunks, and how it finished."""
 
     record: GroupRecord
-    chunks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    chunks: dict[int, list[_Chunk]] = field(default_factory=dict)
     finishes: dict[int, Finish] = field(default_factory=dict)
 
     def kept(self) -> Kept:
         """Return how many tokens of each response are in the file, and how those that finished did."""
         responses = [
-            KeptResponse(index, sum(count for _, count in chunks), *self.finishes.get(index, ("", "")))
+            KeptResponse(index, sum(chunk.tokens for chunk in chunks), *self.finishes.get(index, ("", "")))
             for index, chunks in sorted(self.chunks.items())
         ]
         return Kept(self.record.version, self.record.digest, responses)
@@ -102,7 +129,13 @@ def read_groups(path: Path) -> tuple[str, dict[str, SavedGroup], int]:
     """
     rollout_id, end = "", 0
     groups: dict[str, SavedGroup] = {}
+    beside, sizes = 0, dict[str, int]()
     for record, offset, count, after in _records(path):
+        if isinstance(record, BesideRecord):  # it counts with the chunk's own record, else as damaged
+            if sum(record.sizes.values()) > 8 * count:
+                break
+            beside, sizes = offset, record.sizes
+            continue
         end = after
         match record:
             case RolloutRecord():
@@ -110,11 +143,12 @@ def read_groups(path: Path) -> tuple[str, dict[str, SavedGroup], int]:
             case GroupRecord():
                 groups[record.prompt_id] = SavedGroup(record)
             case ChunkRecord(prompt_id, index) if (group := groups.get(prompt_id)) is not None:
-                group.chunks.setdefault(index, []).append((offset, count))
+                group.chunks.setdefault(index, []).append(_Chunk(offset, count, beside, sizes))
                 if record.finish:
                     group.finishes[index] = (record.finish, record.stop_reason)
             case RemovedRecord():
                 groups.pop(record.prompt_id, None)
+        sizes = {}
     return rollout_id, groups, end
 
 
@@ -122,7 +156,7 @@ def read_outputs(path: Path, group: SavedGroup) -> Outputs:
     """Return the outputs of a group's responses. Raises `OSError`, or `ValueError` for a file cut short."""
     with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:
         return {
-            index: (*_arrays(view, chunks), group.finishes.get(index, ("", "")))
+            index: _output(view, chunks, group.finishes.get(index, ("", "")))
             for index, chunks in group.chunks.items()
         }
 
@@ -138,10 +172,22 @@ def encode_record(
     logprobs: wire.Tokens | wire.Logprobs = _NO_TOKENS,
 ) -> bytes:
     """Return a record's bytes; `tokens` and `logprobs` have the same length."""
-    text = _encoder.encode(head)
-    data = tokens.astype("<i4").tobytes() + logprobs.astype("<f4").tobytes()
+    return _encode(head, tokens.astype("<i4").tobytes() + logprobs.astype("<f4").tobytes())
+
+
+def _encode(head: _Head, data: bytes) -> bytes:
+    text, data = _encoder.encode(head), data + bytes(-len(data) % 8)
     crc = zlib.crc32(data, zlib.crc32(text))
     return _PREFIX.pack(len(text), len(data) // 8, crc) + text + data
+
+
+def chunk_records(prompt_id: str, index: int, chunk: Output) -> list[bytes]:
+    """Return the records of a chunk, or of all that a response has."""
+    record = encode_record(ChunkRecord(prompt_id, index, *chunk.finish), chunk.tokens, chunk.logprobs)
+    if not chunk.beside:
+        return [record]
+    sizes = {kind: len(data) for kind, data in chunk.beside.items()}
+    return [_encode(BesideRecord(sizes), b"".join(data.data for data in chunk.beside.values())), record]
 
 
 def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
@@ -166,7 +212,13 @@ def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
             at = end
 
 
-def _arrays(view: mmap.mmap, chunks: list[tuple[int, int]]) -> tuple[wire.Tokens, wire.Logprobs]:
-    tokens = [np.frombuffer(view[at : at + 4 * count], "<i4") for at, count in chunks]
-    logprobs = [np.frombuffer(view[at + 4 * count : at + 8 * count], "<f4") for at, count in chunks]
-    return np.concatenate(tokens).astype(np.int32), np.concatenate(logprobs).astype(np.float32)
+def _output(view: mmap.mmap, chunks: list[_Chunk], finish: Finish) -> Output:
+    tokens = [np.frombuffer(view[at : at + 4 * count], "<i4") for at, count, *_ in chunks]
+    logprobs = [np.frombuffer(view[at + 4 * count : at + 8 * count], "<f4") for at, count, *_ in chunks]
+    beside: dict[str, bytes] = {}
+    for _, _, at, sizes in chunks:
+        for kind, size in sizes.items():
+            beside[kind] = beside.get(kind, b"") + view[at : at + size]
+            at += size
+    arrays = np.concatenate(tokens).astype(np.int32), np.concatenate(logprobs).astype(np.float32)
+    return Output(*arrays, finish, {kind: np.frombuffer(data, np.uint8) for kind, data in beside.items()})

@@ -35,13 +35,13 @@ from seer.common.process.log import get_logger
 from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import (
-    ChunkRecord,
-    Finish,
     GroupRecord,
+    Output,
     Outputs,
     RemovedRecord,
     RolloutRecord,
     SavedGroup,
+    chunk_records,
     encode_record,
     prompt_digest,
     read_groups,
@@ -182,16 +182,14 @@ class KeptChunks:
             number += 1
         return path
 
-    def keep(
-        self, group_id: str, index: int, tokens: wire.Tokens, logprobs: wire.Logprobs, finish: Finish
-    ) -> None:
+    def keep(self, group_id: str, index: int, chunk: Output) -> None:
         """Add a chunk, to be written by the next `flush`; `so_far` has it already."""
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._file_of(rollout_id, prompt_id)
         if file is None or file.failed:
             return
         if prompt_id in file.written and prompt_id not in file.behind:
-            file.pending.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
+            file.pending += chunk_records(prompt_id, index, chunk)
             self._changed.add(file)
         else:
             self._begin(file, rollout_id, prompt_id)
@@ -211,8 +209,8 @@ class KeptChunks:
         self._delete_unneeded(rollout_id)
         of = (prompt_digest(group.prompt), group.weights.version, group.weights.digest)
         records.append(encode_record(GroupRecord(prompt_id, group.params_digest, *of)))
-        for index, (tokens, logprobs, finish) in group.outputs.items():
-            records.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
+        for index, output in group.outputs.items():
+            records += chunk_records(prompt_id, index, output)
         file.pending += records
         self._changed.add(file)
         return sum(map(len, records))

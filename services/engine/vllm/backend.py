@@ -203,6 +203,9 @@ class VllmBackend:
         before, output = chunk.tokens[: chunk.counts_from], chunk.tokens[chunk.counts_from :]
         if sampling.stop and core.detokenizer is not None:
             stops = StopStrings(core.detokenizer, sampling.stop, sampling.min_tokens, before, output)
+        if chunk.routes_from is not None and not self._config.routed_experts:
+            fix = "this engine does not keep expert ids: set engine.routed_experts=true, or None here"
+            raise InvalidField("sampling.routed_experts_from", sampling.routed_experts_from, fix)
         images = self._images.features(chunk)
         engine_id = str(next(self._next_id))
         tree = self._drafting.begin(chunk) if self._drafting is not None else ""

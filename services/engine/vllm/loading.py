@@ -144,6 +144,10 @@ def _vllm_config(
             "engine.async_scheduling = true: vLLM does not allow it on this device; set it to false"
         )
     _check_model(vllm_config, shared)
+    if config.routed_experts and not vllm_config.model_config.is_moe:
+        raise EngineError(
+            f"engine.routed_experts = true: shared.model = {shared.model!r} has no experts; set it to false"
+        )
     if vllm_config.device_config.device_type == "cpu":
         vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
     return vllm_config
