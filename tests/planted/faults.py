@@ -40,7 +40,8 @@ class Fault:
     positions of its rows, given where the chunk began and the positions; `forgets_text`: stop strings are looked
     for in this chunk's text alone; `slots`: in which order KV from the pool is put into blocks; `zeroes`: KV of a
     block is lost; `forgets_drafts`: rows after drafts are sampled as if other tokens had been drafted; `stops_late`:
-    of the tokens of a step, a stop string is looked for at the last. `where` says which chunks are wrong: those that
+    of the tokens of a step, a stop string is looked for at the last; `routes`: what is wrong with the expert ids of
+    its tokens. `where` says which chunks are wrong: those that
     go on.
     """
 
@@ -54,6 +55,7 @@ class Fault:
     zeroes: bool = False
     forgets_drafts: bool = False
     stops_late: bool = False
+    routes: Callable[[Any], None] | None = None
     where: Callable[[Any], bool] = lambda chunk: len(chunk.tokens) > chunk.counts_from
 
 
@@ -242,10 +244,17 @@ FAULTS: dict[str, Fault] = {
     "kv-block-zeroed": Fault("pool", "chunk-16", zeroes=True),
     "draft-history-lost": Fault("draft", "drafts-sampling", forgets_drafts=True),
     "draft-stops-late": Fault("draft", "drafts-sampling", stops_late=True),
+    "routes-shifted": Fault("routes", "chunk-16", routes=lambda end: _shift(end)),
     "image-of-the-first": Fault("image", "chunk-16", chunk=_images(lambda m: [m[0]] * len(m))),
     "image-exchanged": Fault("image", "chunk-16", chunk=_images(lambda images: images[::-1])),
     "image-negated": Fault("image", "chunk-16", chunk=_images(lambda m: [_painted(each) for each in m])),
 }
+
+
+def _shift(end: Any) -> None:
+    """Give each token of one layer the experts of the token before it."""
+    end.routes = end.routes.copy()
+    end.routes[1:, 1] = end.routes[:-1, 1].copy()
 
 
 def _one_in_five(slots: list[int]) -> list[int]:
@@ -301,6 +310,10 @@ def _plant_in_backend(module: ModuleType, now: Now, cls: str) -> None:
             for said in out.generated:
                 if (said.request_id, said.attempt) in going_on:
                     fault.output(going_on[said.request_id, said.attempt], said)
+        if fault is not None and fault.routes is not None:
+            for end in out.ended:
+                if (end.request_id, end.attempt) in going_on:
+                    fault.routes(end)
         return out
 
     backend.add, backend.step = planted_add, planted_step

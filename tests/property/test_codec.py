@@ -1,6 +1,6 @@
 """The codec under hypothesis: every message survives, no bytes do harm."""
 
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -80,8 +80,11 @@ def of_several(kind):
 def structs(cls):
     fields, hints = {}, get_type_hints(cls)
     for field in inspect.type_info(cls).fields:
+        hint = hints[field.name]
         if isinstance(field.type, inspect.CustomType):
-            fields[field.name] = arrays(DTYPES[hints[field.name]])
+            fields[field.name] = arrays(DTYPES[hint])
+        elif optional := [DTYPES[each] for each in get_args(hint) if each in DTYPES]:
+            fields[field.name] = st.none() | arrays(*optional)
         else:
             fields[field.name] = values(field.type)
     return st.builds(cls, **fields)

@@ -33,7 +33,7 @@ def test_the_same_function_with_more_bytes_kv_and_layers(
         logits, expected = (
             AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits for folder in (made, MODEL)
         )
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
     config, shipped = (json.loads((folder / "config.json").read_text()) for folder in (made, MODEL))
     assert config["num_key_value_heads"] == kv * shipped["num_key_value_heads"]
     assert config["num_hidden_layers"] == layers * shipped["num_hidden_layers"]

@@ -74,4 +74,5 @@ def test_a_digest_depends_on_every_parameter_and_not_on_the_order_of_biases():
     seen = {params_digest(0, 0, 1, SamplingParams(), images=each) for each in (images, images * 2, [])}
     assert len(seen) == 3, "with other images it is another prompt"
     others = [SamplingParams(), SamplingParams(logit_bias={1: 3.0, 10: 2.0}), SamplingParams(logprobs="raw")]
-    assert len({biased, *(params_digest(0, 0, 1, each) for each in others)}) == 4
+    others.append(SamplingParams(routed_experts_from=0))
+    assert len({biased, *(params_digest(0, 0, 1, each) for each in others)}) == 5

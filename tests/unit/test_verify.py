@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -81,6 +82,39 @@ def test_nothing_is_compared_after_a_divergence():
     (only,) = found.mismatches
     assert (only.kind, only.position, only.reference, only.found) == ("token", 1, 2, 9)
     assert (found.tokens, found.max_logprob_difference) == (2, 0.0)
+
+
+def routed(tokens: list[int], change: Callable[[np.ndarray], object] = lambda routes: None) -> Response:
+    """A response to a prompt of three tokens, in two layers of eight experts."""
+    routes = np.random.default_rng(7).permuted(np.tile(np.arange(8), (len(tokens) + 2, 2, 1)), axis=2)[
+        ..., :2
+    ]
+    change(routes)
+    return replace(response(tokens), routed_experts=routes.astype(np.uint8))
+
+
+def test_experts_are_compared_as_sets_as_far_as_the_tokens_agree():
+    swapped = routed([*range(40)], lambda routes: routes.__setitem__(slice(None), routes[..., ::-1]))
+    found = differences(routed([*range(40)]), swapped)
+    assert (found.routes, found.other_routes, found.mismatches) == (42 * 2, 0, [])
+    forked = routed([0, 1, 9, *range(3, 40)], lambda routes: routes.__setitem__(slice(5, None), 0))
+    found = differences(routed([*range(40)]), forked)
+    assert (found.routes, found.other_routes) == ((3 + 2) * 2, 0)
+    assert differences(routed([1, 2]), response([1, 2])).routes == 0
+
+
+def test_a_few_tokens_with_other_experts_are_rounding_and_a_shifted_layer_of_a_chunk_is_a_bug():
+    few = routed([*range(40)], lambda routes: routes.__setitem__((slice(7, 10), 1), [8, 9]))
+    found = differences(routed([*range(40)]), few)
+    assert (found.other_routes, found.mismatches) == (3, [])
+
+    def shift(routes: np.ndarray) -> None:
+        routes[20:32, 1] = routes[19:31, 1].copy()
+
+    found = differences(routed([*range(40)]), routed([*range(40)], shift))
+    (only,) = found.mismatches
+    assert (only.kind, only.verdict, only.reference) == ("routes", "bug", "experts of layer 1")
+    assert 20 <= only.position <= 22
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def test_other_trainers_are_refused():
             check_trainer(trainer_config(**{field: value}))
 
 
-def test_routing_replay_is_refused():
-    check_rollout(rollout())
-    with pytest.raises(InvalidField, match="enable_rollout_routing_replay"):
-        check_rollout(rollout(enable_rollout_routing_replay=True))
+def test_routing_replay_asks_for_the_experts_of_all_tokens():
+    for replays, first in ((False, None), (True, 0)):
+        section = {"prompt_length": 8, "response_length": 8, "enable_rollout_routing_replay": replays}
+        assert sampling_params({}, 4, Limits.of(section)).routed_experts_from == first
 
 
 def test_sleep_is_refused_where_verl_would_never_wake():

@@ -35,6 +35,7 @@ from seer.integrations.skyrl.client import SeerInferenceClient  # noqa: E402
 from seer.integrations.skyrl.generator import SeerGenerator  # noqa: E402
 from seer.integrations.skyrl.main import SeerExp, SeerTrainer, check_config  # noqa: E402
 from seer.integrations.skyrl.weights import policy_worker  # noqa: E402
+from seer.services.engine.replay.backend import made_up_routes  # noqa: E402
 
 ENDPOINT, MODEL = os.environ["SEER_ENDPOINT"], os.environ["SEER_MODEL"]
 N, TOKENS, SEED = 3, 12, 42
@@ -132,6 +133,17 @@ async def test_first_turns_are_whole_groups(client, tokenizer, batched):
     assert set(got["stop_reasons"]) <= {"stop", "length"}
 
 
+async def test_experts_of_all_tokens_but_the_last_are_returned_to_who_asks(tokenizer):
+    asking = SeerInferenceClient(ENDPOINT, tokenizer, MODEL, SEED, routed_experts=True)
+    cfg = config("generator.inference_engine.enable_return_routed_experts=true")
+    got = await generator(cfg, asking, tokenizer).generate(batch(cfg, "one"), disable_tqdm=True)
+    for prompt, response, experts in zip(
+        got["prompt_token_ids"], got["response_ids"], got["rollout_expert_indices"], strict=True
+    ):
+        assert experts == made_up_routes([*prompt, *response][:-1]).tolist()
+    await asking.teardown()
+
+
 async def test_turns_of_environments(client, tokenizer):
     cfg = config("generator.max_turns=2")
     got = await generator(cfg, client, tokenizer).generate(batch(cfg, "two"), disable_tqdm=True)
@@ -199,7 +211,6 @@ async def test_other_calls_are_refused(client):
         "trainer.placement.colocate_all=true",
         "trainer.fully_async.enabled=true",
         "trainer.policy.model.lora.rank=8",
-        "generator.inference_engine.enable_return_routed_experts=true",
         "generator.vision_language_generator=true",
         "generator.inference_engine.external_proxy_url=http://head:7110",
     ],

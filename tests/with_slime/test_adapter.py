@@ -6,9 +6,11 @@ import json
 import os
 import sys
 from argparse import Namespace
+from itertools import chain
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 if "SEER_ENDPOINT" not in os.environ:
@@ -28,6 +30,7 @@ from slime.utils.types import Sample  # noqa: E402
 
 from seer.client import Prompt, RequestRefused, SamplingParams, SyncRolloutClient  # noqa: E402
 from seer.common.errors import InvalidField  # noqa: E402
+from seer.services.engine.replay.backend import made_up_routes  # noqa: E402
 
 ENDPOINT, MODEL = os.environ["SEER_ENDPOINT"], os.environ["SEER_MODEL"]
 N, TOKENS, SEED = 3, 12, 42
@@ -122,6 +125,14 @@ def test_groups_of_the_data_source_are_filled(args):
             assert sample.response
 
 
+def test_experts_of_all_tokens_but_the_last_are_returned_to_who_asks(args):
+    assert all(sample.rollout_routed_experts is None for group in rolled(args).samples for sample in group)
+    args.use_rollout_routing_replay = True
+    for sample in chain(*rolled(args).samples):
+        assert sample.rollout_routed_experts.dtype == np.int32
+        assert np.array_equal(sample.rollout_routed_experts, made_up_routes(sample.tokens[:-1]))
+
+
 def test_filters_hooks_and_rewards_of_groups(args):
     args.dynamic_sampling_filter_path = f"{HERE}.even_prompts"
     args.rollout_sample_hook_path = [f"{HERE}.hide_first_token"]
@@ -163,7 +174,6 @@ def test_failures_are_raised(args):
         ({"seer_endpoint": None}, "seer_endpoint"),
         ({"partial_rollout": True}, "--partial-rollout"),
         ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path"),
-        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"rollout_temperature": -1.0}, "--rollout.temperature"),
     ],

@@ -11,11 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from seer.client.results import Response
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 
-FIELDS = frozenset(SamplingParams.__struct_fields__) - {"logprobs"}
+FIELDS = frozenset(SamplingParams.__struct_fields__) - {"logprobs", "routed_experts_from"}
+
+
+def expert_ids(response: Response) -> npt.NDArray[np.uint8] | npt.NDArray[np.int32] | None:
+    """Return expert ids [tokens, layers, experts of a token], of a type that all of torch takes."""
+    found = response.routed_experts
+    return found.astype(np.int32) if found is not None and found.dtype != np.uint8 else found
 
 
 def sampling_params(given: Mapping[str, Any], where: str = "sampling_params") -> SamplingParams:

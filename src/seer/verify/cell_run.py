@@ -123,7 +123,10 @@ class Runner:
         """
         self.say(f"{cell.name}: {cell.about}")
         try:
-            job = replace(self.job, n=n, sampling=sampling or self.job.sampling)
+            sampling = sampling or self.job.sampling
+            if config.engine.routed_experts:
+                sampling = replace(sampling, routed_experts_from=0)
+            job = replace(self.job, n=n, sampling=sampling)
             found = await self._run(await self._ready(cell, config, fault), cell, job, halfway)
         except BaseException as error:
             await self._end(error)

@@ -4,6 +4,7 @@ Invariants:
 - a response is compared up to its first divergence and not beyond: what follows is another text;
 - where the tokens agree, finish reason, stop reason and logprobs follow from them: a difference
   there (of logprobs: beyond the tolerance) is a bug;
+- what a response's tokens were routed to, in more than `MOST_ROUTES` of them in one layer, is no rounding;
 - two tokens are `numeric` only if an error of the logits no larger than the one measured at that
   very context lets both be drawn; without a measurement every difference is a bug;
 - no measurement excuses more than twice the logprob tolerance and a floor: engines and teacher may have the
@@ -31,7 +32,7 @@ import numpy.typing as npt
 from seer.client.results import Group, Response
 from seer.common.types import SamplingParams
 
-Kind = Literal["token", "finish", "logprob"]
+Kind = Literal["token", "finish", "logprob", "routes"]
 Verdict = Literal["numeric", "bug", "unjudged"]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -48,6 +49,9 @@ LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 GPU_FLOAT32_TOLERANCE = 0.05
 """Likewise for float32 on GPUs, where Triton's attention multiplies by TF32: 0.008 was seen on an H100."""
 
+MOST_ROUTES = 0.02
+"""Share of a response's tokens that rounding may send to other experts in a layer; three always may."""
+
 _HOPELESS = 64.0
 """No error of this many nats is measured on a working engine: the search for one ends here."""
 
@@ -62,7 +66,7 @@ def logprob_tolerance(versions: Mapping[str, str]) -> float:
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference. `position` counts the response's own tokens from 0.
+    """One difference. `position` counts the response's own tokens from 0; of `routes`, the prompt's, too.
 
     For tokens: `gap` is the smallest error that would explain both, `error` the one measured, in
     logits, `expected` what the teacher draws there; None where nothing was measured.
@@ -81,12 +85,17 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A run against the reference. `tokens` counts positions at which both were looked at."""
+    """A run against the reference. `tokens` counts positions at which both were looked at.
+
+    `routes` counts tokens in layers whose experts were compared, `other_routes` those that differ.
+    """
 
     responses: int
     tokens: int
     max_logprob_difference: float
     mismatches: list[Mismatch]
+    routes: int = 0
+    other_routes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ def compare(
 
     `tolerance` bounds the difference of logprobs in raw logits (see `to_logits`).
     """
-    responses = tokens = 0
+    responses = tokens = routes = other_routes = 0
     largest = 0.0
     mismatches: list[Mismatch] = []
     for prompt_id, ours, theirs in pairs(reference, found):
@@ -138,6 +147,12 @@ def compare(
             if not to_logits(float(differences[at]), temperature) <= tolerance:
                 numbers = float(ours.logprobs[at]), float(theirs.logprobs[at])
                 mismatches.append(_mismatch("logprob", prompt_id, ours.index, at, *numbers))
+        differ = _other_routes(ours, theirs, same)
+        routes, other_routes = routes + differ.size, other_routes + int(differ.sum())
+        for layer in np.flatnonzero(differ.sum(axis=0) > np.maximum(3, MOST_ROUTES * len(differ))):
+            at, count = int(np.argmax(differ[:, layer])), int(differ[:, layer].sum())
+            text = f"experts of layer {layer}", f"others for {count} of {len(differ)} tokens"
+            mismatches.append(_mismatch("routes", prompt_id, ours.index, at, *text))
         if same < shorter:
             ids = int(ours.token_ids[same]), int(theirs.token_ids[same])
             mismatches.append(_mismatch("token", prompt_id, ours.index, same, *ids))
@@ -146,8 +161,18 @@ def compare(
                 _mismatch("finish", prompt_id, ours.index, same, _ending(ours), _ending(theirs))
             )
     return Comparison(
-        responses=responses, tokens=tokens, max_logprob_difference=largest, mismatches=mismatches
-    )
+        responses=responses, tokens=tokens, max_logprob_difference=largest, mismatches=mismatches,
+        routes=routes, other_routes=other_routes,
+    )  # fmt: skip
+
+
+def _other_routes(ours: Response, theirs: Response, same: int) -> Mask:
+    """Return which tokens of the shared context went to other experts: bool [tokens, layers]."""
+    if ours.routed_experts is None or theirs.routed_experts is None:
+        return np.zeros((0, 1), bool)
+    rows = len(ours.routed_experts) + 1 - len(ours.token_ids) + same
+    pair = (np.sort(each.routed_experts[:rows], axis=-1) for each in (ours, theirs))
+    return np.not_equal(*pair).any(axis=-1)
 
 
 def judge_token(

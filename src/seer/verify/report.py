@@ -99,6 +99,12 @@ class Report(msgspec.Struct, kw_only=True):
         """Cells that did what they are there for."""
         return [cell for cell in self.cells if not (cell.unmet or cell.error)]
 
+    @property
+    def routes(self) -> tuple[int, int]:
+        """How many tokens' experts were compared, in each layer with experts, and how many differ."""
+        compared = [cell.comparison for cell in self.proving if cell.comparison is not None]
+        return sum(each.routes for each in compared), sum(each.other_routes for each in compared)
+
     def left_out(self) -> dict[str, str]:
         """Return why cells prove nothing, by name."""
         unmet = {cell.name: f"did not exercise {', '.join(cell.unmet)}" for cell in self.cells if cell.unmet}
@@ -202,6 +208,9 @@ def _conclude(report: Report, console: Console) -> None:
         f"{len(report.proving)} cells (at least {report.min_tokens} needed), {len(report.left_out())} left "
         f"out, {report.count('numeric')} numeric mismatches, {report.count('bug')} bugs"
     )
+    compared, other = report.routes
+    if compared:
+        console.print(f"experts of {compared} tokens (each layer counts) compared, {other} differ")
     for line in failures:
         console.print(f"- {line}")
 

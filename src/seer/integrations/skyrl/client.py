@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from skyrl.backends.skyrl_train.inference_servers.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
@@ -46,14 +48,19 @@ def sampling_params(given: Mapping[str, Any] | None) -> SamplingParams:
 class SeerInferenceClient(InferenceEngineInterface):
     """`endpoint` is the buffer's; `tokenizer` decodes responses; `seed` is part of the noise keys.
 
+    With `routed_experts`, answers have the experts that tokens went to.
+
     The client connects when it is first used, in the loop of that use. A pickled client is not connected.
     """
 
-    def __init__(self, endpoint: str, tokenizer: Any, model_name: str, seed: int) -> None:
+    def __init__(
+        self, endpoint: str, tokenizer: Any, model_name: str, seed: int, *, routed_experts: bool = False
+    ) -> None:
         self.endpoint = endpoint
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._seed = seed
+        self._routed_experts = routed_experts
         self._sessions = Sessions()
         self._batch: Sequence[str] = ()
         self._max_input: int | None = None
@@ -62,7 +69,8 @@ class SeerInferenceClient(InferenceEngineInterface):
         self._connection: tuple[RolloutClient, OpenRollout, PrefixTrajectories] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeerInferenceClient, (self.endpoint, self._tokenizer, self._model_name, self._seed)
+        given = self.endpoint, self._tokenizer, self._model_name, self._seed
+        return partial(SeerInferenceClient, routed_experts=self._routed_experts), given
 
     @property
     def model_name(self) -> str:
@@ -96,6 +104,8 @@ class SeerInferenceClient(InferenceEngineInterface):
             fix = f"give one for each of {len(prompts)} prompts, or use SeerGenerator"
             raise InvalidField("session_ids", f"{len(sessions)} ids", fix)
         params = sampling_params(input_batch.get("sampling_params"))
+        if self._routed_experts:
+            params = structs.replace(params, routed_experts_from=0)
         responses = await self._responses([str(each) for each in sessions], prompts, params)
         ids = [response.token_ids.tolist() for response in responses]
         return InferenceEngineOutput(
@@ -104,7 +114,7 @@ class SeerInferenceClient(InferenceEngineInterface):
             stop_reasons=[response.finish_reason for response in responses],
             response_logprobs=[response.logprobs.tolist() for response in responses],
             prompt_logprobs=None,
-            rollout_expert_indices=None,
+            rollout_expert_indices=[_lists(each) for each in responses] if self._routed_experts else None,
         )
 
     async def _responses(
@@ -170,3 +180,8 @@ class SeerInferenceClient(InferenceEngineInterface):
     chat_completion = render_chat_completion = completion = _refuse
     sleep = wake_up = get_world_size = _refuse
     init_weight_update_communicator = update_named_weights = _refuse
+
+
+def _lists(response: Response) -> list[list[list[int]]]:
+    """Return expert ids [tokens, layers, experts of a token] as SkyRL has them."""
+    return [] if response.routed_experts is None else response.routed_experts.tolist()

@@ -34,10 +34,6 @@ def check_config(cfg: Any) -> None:
         ("trainer.fully_async.enabled", trainer.fully_async.enabled, False, "Seer is on-policy"),
         ("trainer.policy.model.lora.rank", trainer.policy.model.lora.rank, 0, "Seer takes whole weights"),
         (
-            f"{ENGINE}.enable_return_routed_experts", engine.enable_return_routed_experts, False,
-            "Seer does not return the experts that each token went to",
-        ),
-        (
             "generator.vision_language_generator", cfg.generator.vision_language_generator, False,
             "Seer takes text",
         ),
@@ -60,9 +56,11 @@ class SeerExp(BasePPOExp):
 
     def get_inference_client(self) -> SeerInferenceClient:
         """Return a client of the running system."""
-        endpoint = self.cfg.generator.inference_engine.external_proxy_url
-        model = self.cfg.trainer.policy.model.path
-        return SeerInferenceClient(endpoint, self.tokenizer, model, self.cfg.trainer.seed)
+        engine, trainer = self.cfg.generator.inference_engine, self.cfg.trainer
+        return SeerInferenceClient(
+            engine.external_proxy_url, self.tokenizer, trainer.policy.model.path, trainer.seed,
+            routed_experts=engine.enable_return_routed_experts,
+        )  # fmt: skip
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> SeerGenerator:
         """Return the generator of SkyRL's environments."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -211,6 +212,8 @@ class _Call:
             text=self._tokenizer.decode(ids, skip_special_tokens=skip_special),
             meta_info={"finish_reason": {"type": response.finish_reason}, "weight_version": version},
         )
+        if response.routed_experts is not None:
+            sample.rollout_routed_experts = response.routed_experts.astype(np.int32)
 
     async def _reward(self, sample: Sample) -> None:
         if sample.reward is None:

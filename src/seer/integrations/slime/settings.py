@@ -9,6 +9,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
+
 from seer.client import SamplingParams
 from seer.common.errors import InvalidField
 from seer.integrations import sampling
@@ -16,7 +18,6 @@ from seer.integrations import sampling
 REFUSED = {
     "partial_rollout": "Seer's rollouts are on-policy: leave it out",
     "custom_generate_function_path": "give its agent the address of `seer gateway`, or leave it out",
-    "use_rollout_routing_replay": "Seer does not return the experts that each token went to: leave it out",
 }
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """SGLang's names of sampling fields, and Seer's."""
@@ -55,7 +56,9 @@ def train_sampling(args: Namespace) -> SamplingParams:
         "stop": args.rollout_stop,
         "stop_token_ids": args.rollout_stop_token_ids,
     }
-    return sampling_params(given, "--rollout")
+    found = sampling_params(given, "--rollout")
+    replays = getattr(args, "use_rollout_routing_replay", False)
+    return structs.replace(found, routed_experts_from=0 if replays else None)
 
 
 def eval_sampling(args: Namespace, dataset: Any) -> SamplingParams:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
@@ -52,13 +53,17 @@ def settings(engine_kwargs: Mapping[str, Any]) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What veRL's `rollout` section says of every response; lengths in tokens."""
+    """What veRL's `rollout` section says of every response; lengths in tokens.
+
+    `enable_rollout_routing_replay`: the experts of all tokens are wanted.
+    """
 
     prompt_length: int
     response_length: int
     max_model_len: int | None = None
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    enable_rollout_routing_replay: bool = False
 
     @staticmethod
     def of(rollout: Any) -> Limits:
@@ -87,7 +92,8 @@ def sampling_params(given: Mapping[str, Any], prompt_tokens: int, limits: Limits
     params.setdefault("repetition_penalty", limits.repetition_penalty)
     params.setdefault("ignore_eos", limits.ignore_eos)
     params["max_tokens"] = max(1, min(asked, room))
-    return sampling.sampling_params(params)
+    found = sampling.sampling_params(params)
+    return structs.replace(found, routed_experts_from=0 if limits.enable_rollout_routing_replay else None)
 
 
 def check_trainer(config: Any) -> None:
@@ -104,9 +110,6 @@ def check_trainer(config: Any) -> None:
 
 def check_rollout(rollout: Any) -> None:
     """Raise `InvalidField` for settings of veRL's `rollout` section that Seer does not support."""
-    if rollout.enable_rollout_routing_replay:
-        fix = "Seer does not return the experts that each token went to: set it to False"
-        raise InvalidField(f"{ROLLOUT}.enable_rollout_routing_replay", True, fix)
     if settings(rollout.engine_kwargs).sleep and not rollout.free_cache_engine:
         fix = f"veRL never wakes engines with {ROLLOUT}.free_cache_engine=False: set it to True"
         raise InvalidField(f"{WHERE}.sleep", True, fix)

@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 from seer.client import Prompt, Response, RolloutClient
 from seer.common.errors import InvalidField, RolloutFailed, SeerError
 from seer.common.sleep import SleepState, SleepTag
+from seer.integrations.sampling import expert_ids
 from seer.integrations.verl.config import ROLLOUT, Limits, Settings, check_rollout, sampling_params, settings
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
 from seer.integrations.verl.images import Images
@@ -89,6 +90,7 @@ def _output(response: Response, weights: Weights) -> TokenOutput:
         token_ids=response.token_ids.tolist(),
         log_probs=response.logprobs.tolist(),
         stop_reason="completed",
+        routed_experts=expert_ids(response),
         extra_fields=dict.fromkeys(names, step) | {"weight_version": version},
     )
 
