@@ -139,9 +139,8 @@ def verify(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     cells = json.loads(out.read_text())["cells"]
     found = [{key: cell[key] for key in ("name", "error", "unmet", "bug", "numeric")} for cell in cells]
     for cell, told in zip(found, cells, strict=True):
-        cell |= {
-            name: (told["comparison"] or {}).get(name, 0) for name in ("tokens", "routes", "other_routes")
-        }
+        compared = told["comparison"] or {}
+        cell |= {name: compared.get(name, 0) for name in ("tokens", "routes", "other_routes")}
     return {"exit": done.returncode, "cells": found}
 
 

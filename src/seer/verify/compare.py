@@ -168,11 +168,12 @@ def compare(
 
 def _other_routes(ours: Response, theirs: Response, same: int) -> Mask:
     """Return which tokens of the shared context went to other experts: bool [tokens, layers]."""
-    if ours.routed_experts is None or theirs.routed_experts is None:
+    routes, others = ours.routed_experts, theirs.routed_experts
+    if routes is None or others is None:
         return np.zeros((0, 1), bool)
-    rows = len(ours.routed_experts) + 1 - len(ours.token_ids) + same
-    pair = (np.sort(each.routed_experts[:rows], axis=-1) for each in (ours, theirs))
-    return np.not_equal(*pair).any(axis=-1)
+    rows = len(routes) + 1 - len(ours.token_ids) + same
+    different: Mask = np.sort(routes[:rows], axis=-1) != np.sort(others[:rows], axis=-1)
+    return different.any(axis=-1)
 
 
 def judge_token(
