@@ -59,6 +59,11 @@ def malformed(message: GroupDone, n: int) -> str:
     extra = 0 if message.beside is None else message.beside.size
     if len(message.beside_sizes) not in (0, n) or beside.total(message.beside_sizes) != extra:
         return f"{extra} bytes beside the tokens where {beside.total(message.beside_sizes)} are announced"
+    for each in beside.split(message.beside, message.beside_sizes):
+        try:
+            beside.array_of(beside.ROUTED_EXPERTS, each)
+        except (TypeError, ValueError) as error:
+            return f"what is beside the tokens cannot be read: {error}"
     return ""
 
 

@@ -333,6 +333,8 @@ class GatewayConfig(Section, frozen=True):
     an error; `refuse`: the update is refused while there are any."""
     logprobs: LogprobMode = "scaled"
     """Distribution of returned logprobs: `SamplingParams` explains it."""
+    routed_experts: bool = False
+    """Answers of `/inference/v1/generate` have the experts that tokens went to: docs/models.md."""
     tool_parser: Literal["", "hermes"] = ""
     """How tool calls are read from a chat's text, by vLLM's name; empty: requests with `tool_choice` auto are
     refused."""

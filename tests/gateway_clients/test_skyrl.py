@@ -32,6 +32,13 @@ async def test_generate(client):
     assert await client.detokenize(got["response_ids"]) == got["responses"]
 
 
+async def test_routed_experts(client):
+    client.enable_return_routed_experts = True
+    got = await client.generate({"prompt_token_ids": [[4, 5]], "sampling_params": {"max_tokens": 6}})
+    [experts] = got["rollout_expert_indices"]
+    assert len(experts) == 1 + len(got["response_ids"][0])
+
+
 async def test_turns_of_sessions(client, counters, caplog):
     """SkyRL's loop sends each turn with its trajectory's id, and says when that has ended."""
     given = {"sampling_params": {"max_tokens": 3, "min_tokens": 3, "logprobs": 1}, "session_ids": ["8_0"]}
@@ -73,6 +80,3 @@ async def test_control(client):
 async def test_refusals(client):
     with pytest.raises(Exception, match="weights by NCCL are not received"):
         await client.start_weight_update()
-    client.enable_return_routed_experts = True
-    with pytest.raises(Exception, match="routed_experts"):
-        await client.generate({"prompt_token_ids": [[4]], "sampling_params": {"max_tokens": 2}})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -20,12 +22,14 @@ from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.tensor_stream import TensorStream
 from seer.gateway.group_names import group_seed, request_hashes
+from seer.services.engine.replay.backend import made_up_routes
 
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
     "aborting": ("gateway.on_update=abort", "gateway.client_seconds=1", "gateway.max_body_bytes=20000"),
     "refusing": (
         "gateway.trust_chat_templates=true",
+        "gateway.routed_experts=true",
         "gateway.on_update=refuse",
         "gateway.request_seconds=4",
     ),
@@ -81,6 +85,24 @@ async def test_the_same_tokens_as_seer_s_own_client(system: GatewaySystem, http:
             for word in detokenized["prompt"].split()
             if not word.startswith(("<bos", "<eos", "<pad", "<unk"))
         ]
+
+
+async def test_experts_come_with_the_same_tokens_where_they_are_asked_for(
+    system: GatewaySystem, http: httpx.AsyncClient
+) -> None:
+    body = {"token_ids": [4, 5], "sampling_params": {"max_tokens": 9, "seed": 11, "n": 2}}
+    plain = (await ok(http.post("/inference/v1/generate", json=body)))["choices"]
+    lists = (await ok(http.post("/skyrl/v1/generate", json=body)))["choices"]
+    async with httpx.AsyncClient(base_url=system.urls["refusing"]["control"], timeout=120) as asking:
+        arrays = (await ok(asking.post("/inference/v1/generate", json=body)))["choices"]
+    for choice, listed, coded in zip(plain, lists, arrays, strict=True):
+        assert choice["routed_experts"] is None
+        assert choice["token_ids"] == listed["token_ids"] == coded["token_ids"]
+        expected = made_up_routes([4, 5, *choice["token_ids"][:-1]])
+        assert listed["routed_experts"] == expected.tolist()
+        array = np.load(io.BytesIO(base64.b64decode(coded["routed_experts"])), allow_pickle=False)
+        assert array.dtype == np.uint8
+        assert np.array_equal(array, expected)
 
 
 async def test_completions_take_prompts_in_four_forms(http: httpx.AsyncClient) -> None:
@@ -312,7 +334,6 @@ async def test_the_data_address_has_no_control_routes(system: GatewaySystem) -> 
 
 
 async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
-    assert "routed_experts" in refused(await http.post("/skyrl/v1/generate", json={}), 501)
     assert "NCCL" in refused(await http.post("/init_weight_transfer_engine", json={}), 501)
     assert "NCCL" in refused(await http.post("/update_weights", json={"weight_dir": None}), 400)
     assert "mode = 'later'" in refused(await http.post("/pause?mode=later"), 400)

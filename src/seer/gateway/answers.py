@@ -9,15 +9,21 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from seer.gateway.tools import hermes_calls
 
 Json = dict[str, Any]
+Experts = npt.NDArray[Any]
+"""`Response.routed_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Choice:
     finish_reason: str | None
     stop_reason: int | str | None
     weight_version: int | None
+    routed_experts: Experts | None = None
 
     @property
     def version(self) -> str | None:
@@ -46,18 +53,31 @@ class Choice:
 class Style:
     """What of a choice is shown. `token_texts` gives each token's own text; None: `token_id:7`.
 
-    `images`: what is said of the prompt's images, once.
+    `experts` gives what is shown of routed experts; `images`: what is said of the prompt's images, once.
     """
 
     logprobs: bool = False
     token_ids: bool = False
     top_logprobs: bool = False
     token_texts: Callable[[Sequence[int]], list[str]] | None = None
+    experts: Callable[[Experts], object] | None = None
     images: Json = field(default_factory=dict)
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return how each token is written in logprobs."""
         return _id_texts(token_ids) if self.token_texts is None else self.token_texts(token_ids)
+
+    def shown_experts(self, choice: Choice) -> object:
+        """Return what is shown of the experts that a choice's tokens went to; None: nothing."""
+        found = choice.routed_experts
+        return self.experts(found) if found is not None and self.experts is not None else None
+
+
+def base64_npy(array: Experts) -> str:
+    """Return the text of an array as vLLM has it (`utils/serial_utils.py`)."""
+    with io.BytesIO() as file:
+        np.save(file, array, allow_pickle=False)
+        return base64.b64encode(file.getbuffer()).decode()
 
 
 def _id_texts(token_ids: Sequence[int]) -> list[str]:
@@ -93,7 +113,7 @@ def generate_choice(index: int, choice: Choice, style: Style) -> Json:
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "logprobs": {"content": _id_logprobs(choice)} if style.logprobs else None,
-        "routed_experts": None,
+        "routed_experts": style.shown_experts(choice),
         "weight_versions": None if choice.version is None else versions,
     }
 

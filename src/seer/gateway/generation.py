@@ -177,6 +177,7 @@ class Generation:
             finish_reason=response.finish_reason,
             stop_reason=_stop_reason(token_ids[-1], reason, asked.sampling),
             weight_version=group.weight_version,
+            routed_experts=response.routed_experts,
         )
 
 

@@ -20,6 +20,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,7 +30,7 @@ from seer import __version__
 from seer.client import Placed
 from seer.common.config import Config
 from seer.gateway import answers
-from seer.gateway.answers import Json, Style
+from seer.gateway.answers import Experts, Json, Style, base64_npy
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.generation import Asked, Generation
@@ -106,27 +108,31 @@ class GenerationRoutes:
 
     async def generate(self, request: Request) -> Response:
         """`/inference/v1/generate`: token ids in, token ids out."""
+        return await self._generate(request, base64_npy if self._settings.routed_experts else None)
+
+    async def generate_with_experts(self, request: Request) -> Response:
+        """`/skyrl/v1/generate`: the same with routed experts, as lists."""
+        return await self._generate(request, np.ndarray.tolist)
+
+    async def _generate(self, request: Request, experts: Callable[[Experts], object] | None) -> Response:
+        """Answer with token ids, and with `experts` of what tokens were routed to; None: without."""
         body = await self._read(request, GenerateBody)
         fields = body.sampling_params
         self._text.check(body.token_ids, "token_ids")
         self._images.check_text(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
+        if experts is not None:
+            sampling = structs.replace(sampling, routed_experts_from=0)
         adapter = self._models.check(body.model)
         n = fields.group_size(where)
         asked = Asked([body.token_ids], n, sampling, fields, textual=False, adapter=adapter, converses=True)
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
-        style = Style(logprobs=fields.logprobs is not None, token_ids=True)
+        style = Style(logprobs=fields.logprobs is not None, token_ids=True, experts=experts)
         if body.stream:
             return await self._streamed(request, asked, StreamedAnswer, head, style, body.stream_options)
         return await self._generation.whole(
             request, asked, lambda choices: answers.generate_answer(head, choices, asked.n, style)
-        )
-
-    async def generate_with_experts(self, request: Request) -> Response:
-        """`/skyrl/v1/generate`: refused. SkyRL's client asks there for routed experts, too."""
-        raise HttpError(
-            501, "routed_experts are not returned: set enable_return_routed_experts=false", "routed_experts"
         )
 
     async def completions(self, request: Request) -> Response:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from seer.common.ids import sortable
 from seer.common.types import SamplingParams
@@ -49,8 +50,10 @@ def request_hashes(
 ) -> list[str]:
     """Return for each prompt 32 hexadecimal digits that depend on its tokens, images and sampling alone.
 
-    `images`: the names of its images. The sampling parameters, which may be long, are hashed once.
+    `images`: the names of its images. The sampling parameters, which may be long, are hashed once, without
+    what only adds to an answer: who asks for that gets the same tokens.
     """
+    sampling = structs.replace(sampling, routed_experts_from=None)
     sampled = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
     hashes = []
     for token_ids in prompts:

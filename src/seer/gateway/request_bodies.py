@@ -42,9 +42,11 @@ _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ONE: tuple[object, ...] = (None, 0, 1)
 
+_EXPERTS = "set gateway.routed_experts=true, and ask /inference/v1/generate"
+
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "return_routed_experts": (_OFF, "the experts that tokens went to are not returned"),
-    "routed_experts": (_OFF, "the experts that tokens went to are not returned"),
+    "return_routed_experts": (_OFF, _EXPERTS),
+    "routed_experts": (_OFF, _EXPERTS),
     "prompt_logprobs": (_NONE, "logprobs of prompt tokens are not computed"),
     "echo": (_OFF, "prepend the prompt yourself"),
     "suffix": (_EMPTY, "text after the completion is not supported"),

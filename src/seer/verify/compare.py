@@ -172,8 +172,8 @@ def _other_routes(ours: Response, theirs: Response, same: int) -> Mask:
     if routes is None or others is None:
         return np.zeros((0, 1), bool)
     rows = len(routes) + 1 - len(ours.token_ids) + same
-    different: Mask = np.sort(routes[:rows], axis=-1) != np.sort(others[:rows], axis=-1)
-    return different.any(axis=-1)
+    different: Mask = np.any(np.sort(routes[:rows]) != np.sort(others[:rows]), axis=-1)
+    return different
 
 
 def judge_token(
