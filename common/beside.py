@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,23 +30,30 @@ def kind_of(word: str, array: Array) -> str:
 
 
 def array_of(word: str, beside: Mapping[str, Bytes]) -> Array | None:
-    """Return what there is of a word, [tokens, ...]: a view. Raises `ValueError` for other forms."""
+    """Return what there is of a word, [tokens, ...]: a view. Raises `ValueError` for another form."""
     for kind, data in beside.items():
-        name, dtype, *shape = kind.split(" ")
-        if name == word:
-            if dtype not in _TYPES:
-                raise ValueError(f"{kind}: its numbers must be of a type in {_TYPES}")
-            return data.view(dtype).reshape(-1, *map(int, shape))
+        if kind.startswith(f"{word} "):
+            dtype, shape = _form(kind)
+            return data.view(dtype).reshape(-1, *shape)
     return None
 
 
 def entries(word: str, have: Sizes) -> int:
     """Return of how many tokens there is something of a word. Raises `ValueError` as `array_of`."""
     for kind, size in have.items():
-        name, dtype, *shape = kind.split(" ")
-        if name == word:
-            return size // (np.dtype(dtype).itemsize * int(np.prod([*map(int, shape)])))
+        if kind.startswith(f"{word} "):
+            dtype, shape = _form(kind)
+            return size // (dtype.itemsize * math.prod(shape))
     return 0
+
+
+def _form(kind: str) -> tuple[np.dtype[Any], list[int]]:
+    """Return the type of a kind's numbers, and the shape of a token's entry."""
+    _, dtype, *shape = kind.split(" ")
+    sizes = list(map(int, shape))
+    if dtype not in _TYPES or min(sizes, default=0) < 1:
+        raise ValueError(f"{kind!r} must be a word, a type in {_TYPES} and the sizes of an entry")
+    return np.dtype(dtype), sizes
 
 
 def split(flat: Bytes | None, sizes: Sequence[Sizes]) -> Iterator[dict[str, Bytes]]:

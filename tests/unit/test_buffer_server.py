@@ -102,10 +102,10 @@ class Engine(Peer):
     async def chunks(self):
         return await self.hear(wire.RunChunk)
 
-    async def end(self, chunk, tokens, counts=(), logprobs=None, version=0):
-        """Answer a chunk, in as many results as there are counts."""
+    async def end(self, chunk, tokens, counts=(), logprobs=None, version=0, beside=()):
+        """Answer a chunk, in as many results as there are counts; `beside` are said to come with each."""
         results = [
-            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0)
+            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, beside=dict(beside))
             for count in counts or [len(tokens)]
         ]
         scores = np.zeros(len(tokens) if logprobs is None else logprobs, np.float32)
@@ -192,15 +192,16 @@ def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens,
     check()
 
 
+@pytest.mark.parametrize("wrong", [{"counts": [2]}, {"beside": {"experts |u1 2": 4}}])
 @virtual
-async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them(monkeypatch):
+async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them(monkeypatch, wrong):
     monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 2)
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.submit("p")
         for refused in ([], [["p"]]):
             (chunk,) = await engine.chunks()
-            await engine.end(chunk, [7], counts=[2])
+            await engine.end(chunk, [7], **wrong)
             assert [answer.prompt_ids for answer in await trainer.hear(wire.Refused)] == refused
             await engine.again()
 

@@ -160,6 +160,9 @@ async def test_refusals_are_typed(buffer: FakeBuffer, code: str, cls: type[Excep
     assert info.value.prompt_ids == ("0", "1")
 
 
+THREE_BYTES = np.zeros(3, np.uint8)
+
+
 @pytest.mark.parametrize(
     ("lengths", "wrong", "told"),
     [
@@ -167,6 +170,10 @@ async def test_refusals_are_typed(buffer: FakeBuffer, code: str, cls: type[Excep
         ((1, 1, 1), {}, "where 2 were asked"),
         (None, {"params_digest": 77}, "generated"),
         (None, {"weight_version": 4}, "generated"),
+        (None, {"beside_sizes": [{}, {"x |u1 2": 3}]}, "0 bytes beside the tokens where 3 are announced"),
+        (None, {"beside": THREE_BYTES}, "3 bytes beside the tokens where 0"),
+        (None, {"beside": THREE_BYTES, "beside_sizes": [{}, {"routed_experts |u1 2": 3}]}, "cannot be read"),
+        (None, {"beside": THREE_BYTES, "beside_sizes": [{}, {"routed_experts |O8 1": 3}]}, "cannot be read"),
     ],
 )
 async def test_a_malformed_group_or_one_made_for_something_else_is_an_error_not_a_result(

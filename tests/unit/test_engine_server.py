@@ -179,6 +179,35 @@ def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
     check()
 
 
+@pytest.mark.parametrize("kind", ["routed_experts |u1 x", "routed_experts |u1 0", "routed_experts |V9 2"])
+@virtual
+async def test_what_is_beside_tokens_and_cannot_be_read_fails_by_its_name(kind):
+    sampling = SamplingParams(routed_experts_from=0)
+    async with engine() as (buffer, *_):
+        await buffer.run(sampling=sampling, have={kind: 8})
+        await eventually(lambda: bool(buffer.heard(wire.ChunkFailed)))
+        (failed,) = buffer.heard(wire.ChunkFailed)
+        assert failed.fatal
+        assert failed.message.startswith("have = ")
+
+
+@virtual
+async def test_a_chunk_whose_experts_are_lost_may_run_again():
+    class Forgetful(ReplayBackend):
+        def step(self):
+            out = super().step()
+            for end in out.ended:
+                end.routes = None
+            return out
+
+    async with engine(backend=Forgetful(REPLAY, Config().shared)) as (buffer, *_):
+        await buffer.run(0, sampling=SamplingParams(routed_experts_from=0))
+        await buffer.run(1)
+        await eventually(lambda: bool(buffer.heard(wire.ChunkFailed) and buffer.results()))
+        (failed,) = buffer.heard(wire.ChunkFailed)
+        assert (failed.request_id, failed.fatal) == ("r/p#0", False)
+
+
 @virtual
 async def test_another_failure_to_add_is_not_for_good():
     class Picky(ReplayBackend):
