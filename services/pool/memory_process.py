@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from seer.common.mooncake import load_cuda_runtime
+from seer.common.mooncake import load_cuda_runtime, without_harmless_lines
 
 READY = "ready "
 
@@ -42,17 +42,18 @@ def mount(segment: SegmentConfig) -> str:
         return f"Mooncake cannot be imported ({error}): install the extra cpu or cuda13, and libibverbs1"
     global _store
     _store = MooncakeDistributedStore()
-    code = _store.setup(
-        segment.host,
-        "P2PHANDSHAKE",
-        segment.dram_bytes,
-        _TRANSFER_BYTES,
-        segment.protocol,
-        segment.device,
-        segment.master,
-        enable_ssd_offload=bool(segment.ssd_path),
-        ssd_offload_path=segment.ssd_path,
-    )
+    with without_harmless_lines():
+        code = _store.setup(
+            segment.host,
+            "P2PHANDSHAKE",
+            segment.dram_bytes,
+            _TRANSFER_BYTES,
+            segment.protocol,
+            segment.device,
+            segment.master,
+            enable_ssd_offload=bool(segment.ssd_path),
+            ssd_offload_path=segment.ssd_path,
+        )
     if code:
         return f"Mooncake cannot hold {segment.dram_bytes} bytes at {segment.host} (code {code}): see its log"
     return READY + str(_store.get_hostname())

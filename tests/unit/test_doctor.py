@@ -55,6 +55,9 @@ def endless(report):
 def leaves(report):
     os._exit(0)
 
+def engine(report):
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
 def process(report):
     report.note("process", pid=os.getpid())
 """
@@ -89,6 +92,14 @@ def test_a_check_that_crashes_fails_with_a_fix_and_the_next_one_runs(made_up, na
     assert says in failed.text
     assert f"--only {name}" in failed.fix
     assert ("ValueError: out of order" in failed.fix) == (name == "raises")
+    assert ("good", "pass") in statuses(lines)
+
+
+def test_a_check_of_engines_where_none_are_installed_names_what_is_missing_and_the_extra(made_up):
+    lines = list(run_checks([made_up("engine"), made_up("good")], 120))
+    (failed,) = [line for line in lines if line.status == "fail"]
+    assert failed.text == "not checked: torch is not installed, which engines need"
+    assert "seer-rollout[cpu]" in failed.fix
     assert ("good", "pass") in statuses(lines)
 
 

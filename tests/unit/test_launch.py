@@ -88,6 +88,13 @@ async def given_up(said: list[str]) -> str:
     return said[-1]
 
 
+def test_without_what_engines_need_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "missing_for_engines", lambda: "torch")
+    LocalSystem(REPLAY, 1)
+    with pytest.raises(ConfigError, match=r"torch is not installed; .*seer-rollout\[cpu\]"):
+        LocalSystem(Config(), 1)
+
+
 async def test_several_dgds_each_serve_their_own_endpoint() -> None:
     config = replace(REPLAY, endpoints=Endpoints(dgds="tcp://127.0.0.1:1,tcp://127.0.0.1:2"))
     async with LocalSystem(config, 1) as system:

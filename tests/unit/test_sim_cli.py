@@ -190,7 +190,7 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = sim("--workload", tiny, "--plot", tmp_path / "plots")
     assert result.exit_code == 2
-    assert "plots need matplotlib: pip install '.[plot]'" in result.output
+    assert "plots need matplotlib: pip install 'seer-rollout[plot]'" in result.output
     assert not (tmp_path / "plots").exists()
 
 

@@ -262,3 +262,23 @@ def test_garbage_is_collected_again_once_an_engine_has_started_or_failed_to(enab
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_harmless_lines_of_mooncake_are_left_out_and_all_others_pass():
+    program = f"""
+import os, subprocess, sys
+from seer.common.mooncake import without_harmless_lines
+with without_harmless_lines():
+    os.write(2, b"E1126 {mooncake.HARMLESS[0].decode()}\\nE1126 no master\\n")
+    child = subprocess.Popen(["sh", "-c", "sleep 0.1; echo from a child >&2"])
+    os.write(2, b"unfinished")
+os.write(2, b" and after\\n{mooncake.HARMLESS[1].decode()}\\n")
+child.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
+    said = done.stderr.decode()
+    assert mooncake.HARMLESS[0].decode() not in said
+    assert said.startswith("E1126 no master\n")
+    assert f" and after\n{mooncake.HARMLESS[1].decode()}\n" in said  # the filter is off again
+    assert "unfinished" in said
+    assert "from a child\n" in said

@@ -23,6 +23,7 @@ from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
+from seer.common.process.extras import ENGINE_FIX
 from seer.common.process.scratch import cache_folder
 from seer.services.engine.nodes.same_settings import Meeting
 
@@ -108,10 +109,7 @@ def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         import vllm
     except ImportError as error:
-        raise EngineError(
-            f"engine.backend = 'vllm': {error}; install the extra for this machine: "
-            "pip install '.[cpu]' (or cuda13)"
-        ) from error
+        raise EngineError(f"engine.backend = 'vllm': {error}; {ENGINE_FIX}") from error
     if not vllm.__version__.startswith(VLLM_SERIES):
         raise EngineError(
             f"vllm {vllm.__version__} is installed, but this version of Seer works with "

@@ -49,7 +49,7 @@ def exporter(
         from seer.observe.access import Access
         from seer.observe.exporter import Exporter
     except ModuleNotFoundError as error:
-        raise ConfigError(f"seer exporter needs an extra, '.[metrics]': {error}") from error
+        raise ConfigError(f"seer exporter needs an extra, 'seer-rollout[metrics]': {error}") from error
     host, _, port = listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InvalidField("--listen", listen, "give HOST:PORT, as 127.0.0.1:7112")

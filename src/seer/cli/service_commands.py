@@ -30,7 +30,7 @@ def _service(name: str, help_text: str, module: str = "") -> click.Command:
         except ModuleNotFoundError as error:
             from seer.common.errors import ConfigError
 
-            raise ConfigError(f"seer {name} needs an extra, '.[{name}]': {error}") from error
+            raise ConfigError(f"seer {name} needs an extra, 'seer-rollout[{name}]': {error}") from error
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))
 

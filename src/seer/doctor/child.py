@@ -12,6 +12,7 @@ import os
 import sys
 import time
 
+from seer.common.process.extras import ENGINE_FIX, ENGINE_PACKAGES
 from seer.doctor.report_lines import ENDED, Report
 from seer.local.child import die_with
 
@@ -40,11 +41,11 @@ def main() -> None:
 def _run(function: str, report: Report) -> None:
     module, _, attribute = function.partition(":")
     try:
-        check = getattr(importlib.import_module(module), attribute)
+        getattr(importlib.import_module(module), attribute)(report)
     except ModuleNotFoundError as error:
-        report.expect(False, f"cannot be run: {error}", f"pip install {error.name}")
-        return
-    check(report)
+        needed = error.name in ENGINE_PACKAGES
+        text = f"not checked: {error.name} is not installed" + (", which engines need" if needed else "")
+        report.expect(False, text, ENGINE_FIX if needed else f"pip install {error.name}")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ class ControlRoutes:
         try:
             from seer.gateway.metrics import exposition
         except ModuleNotFoundError as error:
-            raise HttpError(501, f"/metrics needs the extra '.[metrics]': {error}") from error
+            raise HttpError(501, f"/metrics needs the extra 'seer-rollout[metrics]': {error}") from error
         return Response(exposition(await self._control.counts()), media_type="text/plain")
 
     async def unsupported(self, request: Request) -> Response:

@@ -67,7 +67,7 @@ class ModelText:
             vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
         except ImportError as error:
             raise ConfigError(
-                f"the gateway needs transformers: pip install '.[gateway]' ({error})"
+                f"the gateway needs transformers: pip install 'seer-rollout[gateway]' ({error})"
             ) from error
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"shared.model = {model!r}: no tokenizer can be read: {error}") from error

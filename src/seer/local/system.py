@@ -33,6 +33,7 @@ from msgspec.structs import asdict, replace
 from seer.common.config import BufferConfig, Config, Endpoints
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError
+from seer.common.process.extras import ENGINE_FIX, missing_for_engines
 from seer.common.process.running import Running, announce
 from seer.common.process.scratch import Scratch, sweep
 from seer.local.child import Child, LaunchError, StartError
@@ -133,6 +134,8 @@ class LocalSystem:
         say: Callable[[str], None] = lambda line: None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        if config.engine.backend == "vllm" and (missing := missing_for_engines()):
+            raise ConfigError(f"engine.backend = 'vllm': {missing} is not installed; {ENGINE_FIX}")
         self._given = environ or {}
         self._pool = plan_pool(config.pool, config.engine, private=private)
         self.config = replace(config, pool=self._pool.config)

@@ -123,7 +123,7 @@ def _adjusted(load: Workload, job: Job) -> Workload:
 
 def _check_plot(folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        fix = "plots need matplotlib: pip install '.[plot]'"
+        fix = "plots need matplotlib: pip install 'seer-rollout[plot]'"
         raise InvalidField("--plot", str(folder), fix)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from seer.common.errors import EngineError
+from seer.common.mooncake import without_harmless_lines
 from seer.services.engine.vllm.kv_pool.guarded_store import StoreSettings
 
 BUFFER_BYTES = 2**24
@@ -27,9 +28,16 @@ def open_store(settings: StoreSettings) -> Any:  # noqa: ANN401 - Mooncake has n
     if settings.protocol == "tcp":  # Mooncake would take RDMA wherever it finds a device
         os.environ["MC_FORCE_TCP"] = "1"
     store = store_class()()
-    code = store.setup(
-        settings.host, "P2PHANDSHAKE", 0, BUFFER_BYTES, settings.protocol, settings.device, settings.master
-    )
+    with without_harmless_lines():
+        code = store.setup(
+            settings.host,
+            "P2PHANDSHAKE",
+            0,
+            BUFFER_BYTES,
+            settings.protocol,
+            settings.device,
+            settings.master,
+        )
     if code:
         raise EngineError(
             f"pool.master = {settings.master!r}: no Mooncake master answers there (code {code})"

@@ -38,7 +38,7 @@ class SeerRollout:
         deadline_seconds: float | None = None,
     ) -> None:
         if importlib.util.find_spec("trl") is None:
-            raise ImportError("SeerRollout works with TRL: pip install '.[trl]'")
+            raise ImportError("SeerRollout works with TRL: pip install 'seer-rollout[trl]'")
         self._session = Session(client, model, seed, deadline_seconds)
 
     def __enter__(self) -> Self:
