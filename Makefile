@@ -19,8 +19,8 @@ $(STAMP): $(LOCKS) requirements/torch-cpu.lock requirements/install_torchvision.
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # else every engine's first start compiles vLLM
 	touch $@
 
-demo: setup
-	$(BIN)/python examples/countdown/demo.py
+demo: setup  # plain vLLM beside it: make demo BESIDE=vllm
+	$(BIN)/python examples/countdown/demo.py $(if $(BESIDE),--beside $(BESIDE))
 
 demo-images: setup  # the same with prompts that have images
 	$(BIN)/python examples/countdown_images/demo_images.py

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 READY = "ready"
 
@@ -63,13 +63,15 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 class BareEngines:
-    """Running bare engines; `cores` has one entry per engine, in `taskset` syntax."""
+    """Running bare engines; `cores` has one per engine, in `taskset` syntax; their stderr goes to `log`."""
 
-    def __init__(self, settings: dict[str, Any], cores: Sequence[str]) -> None:
+    def __init__(self, settings: dict[str, Any], cores: Sequence[str], log: IO[bytes] | None = None) -> None:
         command = [sys.executable, __file__, json.dumps(settings)]
         pipe = subprocess.PIPE
         self._processes = [
-            subprocess.Popen(["taskset", "-c", each, *command], stdin=pipe, stdout=pipe, text=True)
+            subprocess.Popen(
+                ["taskset", "-c", each, *command], stdin=pipe, stdout=pipe, stderr=log, text=True
+            )
             for each in cores
         ]
         for process in self._processes:
@@ -107,7 +109,7 @@ class BareEngines:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise SystemExit(f"a bare vLLM engine ended with {process.wait()}; its stderr is above")
+            raise SystemExit(f"a bare vLLM engine ended with {process.wait()}; see its stderr")
         return line.strip()
 
 
