@@ -1,6 +1,8 @@
 """Train the countdown model to use a tool: rollouts of two turns by Seer, GRPO on what was generated.
 
-python examples/agents/train_agents.py --seed 1
+    python examples/agents/train_agents.py --seed 1
+
+A line for each iteration, a table, a picture and a verdict in words; runs/agents/seed-1 has the figures.
 """
 
 from __future__ import annotations
@@ -10,27 +12,39 @@ import asyncio
 import json
 import statistics
 import sys
-import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import transformers
 
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
+import checkpoint
+import curves
 import lookup
 from learner import Learner, Sample, advantages
 from problems import COUNTDOWN, held_out_prompts, training_prompts
+from stopwatch import Stopwatch
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.turns import Trajectory, TrajectoryFailed
 from seer.common.config import load as load_config
+from seer.common.errors import SeerError
 from seer.local.system import LocalSystem, run
+from seer.rollout.files import check_weights
 
 Group = list[Trajectory]
 
 HELD_OUT = 96
 MAX_CONTEXT = 48
 WARMUP = 4
+CONTROL_RESPONSES = 4
+LEAST_GAIN = 0.1
+"""Of a pass rate, as much as chance does not bring."""
+
+SHOWN: dict[lookup.Tool, str] = {"own": "its own answer", "swapped": "a sibling's", "none": "none"}
 
 
 async def roll(
@@ -70,30 +84,62 @@ def samples(groups: list[Group]) -> list[Sample]:
     ]
 
 
-async def train(client: RolloutClient, args: argparse.Namespace) -> None:
-    """Print a line for each iteration, then the controls."""
+async def train(client: RolloutClient, args: argparse.Namespace, out: Path) -> None:
+    """Train, with a line for each iteration; then tell whose answer counts."""
     learner, held_out = Learner(args.model), held_out_prompts(HELD_OUT)
-    for iteration in range(args.iterations + 1):
-        began = time.monotonic()
+    rows: list[curves.Row] = []
+    for iteration in range(args.iterations):
+        rows.append(await iterate(client, args, learner, held_out, iteration))
+        curves.write_metrics(rows, out)
+        print(curves.line(rows[-1], args.iterations), flush=True)
+    print("now whose answer counts: its own, that of a sibling, none", flush=True)
+    await client.update_weights(args.iterations + 1, learner.model.state_dict())
+    rates: dict[lookup.Tool, float] = {}
+    for number, tool in enumerate(get_args(lookup.Tool), start=args.iterations + 1):
+        rates[tool] = pass_rate(await roll(client, held_out, CONTROL_RESPONSES, number, args.seed, tool))
+    checkpoint.write_whole(out / "controls.json", lambda file: file.write(json.dumps(rates).encode()))
+    named = {f"afterwards, with {name}": f"{rates[tool]:.3f}" for tool, name in SHOWN.items()}
+    curves.report(rows, out / "curves.png", named)
+    print(verdict(rows[0]["held_out"], rates))
+
+
+async def iterate(
+    client: RolloutClient, args: argparse.Namespace, learner: Learner, held_out: list[Prompt], iteration: int
+) -> curves.Row:
+    """Update, measure, roll out and train once; return what came out."""
+    watch = Stopwatch()
+    with watch("update"):
         await client.update_weights(iteration + 1, learner.model.state_dict())
-        row = {
-            "iteration": iteration,
-            "held_out": pass_rate(await roll(client, held_out, 1, iteration, args.seed)),
-        }
-        if iteration < args.iterations:
-            prompts = training_prompts(args.seed, iteration, args.prompts, held_out)
-            groups = await roll(client, prompts, args.responses, iteration, args.seed)
-            rate = args.learning_rate * min(1, (iteration + 1) / WARMUP)
-            step = await asyncio.to_thread(learner.step, samples(groups), rate)
-            row |= {"reward": pass_rate(groups), "gap": step.gap, "corrected": step.corrected}
-        row["seconds"] = time.monotonic() - began
-        print(json.dumps({name: round(value, 7) for name, value in row.items()}), flush=True)
-    for number, tool in enumerate(("own", "swapped", "none"), start=iteration + 1):
-        groups = await roll(client, held_out, 4, number, args.seed, tool)
-        print(json.dumps({"tool": tool, "held_out": round(pass_rate(groups), 4)}), flush=True)
+    with watch("eval"):
+        before = pass_rate(await roll(client, held_out, 1, iteration, args.seed))
+    with watch("rollout"):
+        prompts = training_prompts(args.seed, iteration, args.prompts, held_out)
+        groups = await roll(client, prompts, args.responses, iteration, args.seed)
+    with watch("train"):
+        rate = args.learning_rate * min(1, (iteration + 1) / WARMUP)
+        step = await asyncio.to_thread(learner.step, samples(groups), rate)
+    return {
+        "iteration": iteration,
+        "held_out": before,
+        "reward": pass_rate(groups),
+        "mixed_groups": statistics.mean(len(set(rewards(group))) > 1 for group in groups),
+        **asdict(step),
+        "seconds": watch.seconds,
+    }
 
 
-async def work(args: argparse.Namespace) -> None:
+def verdict(before: float, rates: Mapping[lookup.Tool, float]) -> str:
+    """Say in words what was learnt: the task, and that by what the tool says."""
+    gain = f"held-out pass rate {before:.2f} before and {rates['own']:.2f} after training"
+    others = f"{rates['swapped']:.2f} with a sibling's answer and {rates['none']:.2f} without one"
+    if rates["own"] - before < LEAST_GAIN:
+        return f"Little was learnt: {gain}. More iterations, or another --learning-rate?"
+    if max(rates["swapped"], rates["none"]) > rates["own"] / 2:
+        return f"It learnt, but hardly by the tool: {gain}; still {others}."
+    return f"It learnt to use the tool: {gain}; only {others}, so what the tool says is what counts."
+
+
+async def work(args: argparse.Namespace, out: Path) -> None:
     """Start a system, and train on it."""
     sets = [f"shared.model={args.model.resolve()}", "engine.max_model_len=128", "engine.max_num_seqs=128"]
     config = load_config(None, {}, [*sets, *args.sets])
@@ -101,11 +147,11 @@ async def work(args: argparse.Namespace) -> None:
         LocalSystem(config, args.instances, say=lambda line: print(line, file=sys.stderr)) as system,
         RolloutClient(system.endpoint, tokenizer=args.model) as client,
     ):
-        await system.run(train(client, args))
+        await system.run(train(client, args, out))
 
 
-def main() -> None:
-    """Read the arguments and train."""
+def main() -> int:
+    """Read the arguments and train; returns the exit code."""
     transformers.utils.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=COUNTDOWN / "model")
@@ -116,8 +162,19 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--instances", type=int, default=1, help="engines to start")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="a setting")
-    run(work(parser.parse_args()))
+    parser.add_argument("--out", type=Path, help="folder of the run; default runs/agents/seed-SEED")
+    args = parser.parse_args()
+    out = args.out or Path("runs/agents") / f"seed-{args.seed}"
+    try:
+        if args.iterations < 1:
+            raise ValueError(f"--iterations {args.iterations}: give 1 or more")
+        check_weights(args.model)
+        run(work(args, out))
+    except (SeerError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from checkpoint import write_whole
 from rich.console import Console
 from rich.table import Table
 
@@ -22,18 +23,31 @@ from matplotlib import pyplot
 Row = dict[str, Any]
 
 PHASES = ("rollout", "train", "eval", "update")
+PANELS = {
+    "reward": "reward",
+    "held_out": "held-out pass rate",
+    "length_mean": "mean length",
+    "tokens_per_second": "tokens/s",
+    "tail_seconds": "tail, seconds",
+}
+LINE = {
+    "reward": "reward {reward:.3f}",
+    "held_out": "held-out {held_out:.3f}",
+    "length_mean": "length {length_mean:.0f}/{length_max}",
+    "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
+    "tail_seconds": "tail {tail_seconds:.1f} s",
+}
+"""What a row may have, and how a line shows it."""
+
 EDGE = 5
 """Iterations at each end that the gain is measured between."""
 
 
 def line(row: Row, iterations: int) -> str:
     """Return one iteration as a line of a log."""
+    shown = "  ".join(text.format_map(row) for name, text in LINE.items() if name in row)
     seconds = "  ".join(f"{phase} {row['seconds'][phase]:.1f}" for phase in PHASES)
-    return (
-        f"{row['iteration'] + 1:3d}/{iterations}  reward {row['reward']:.3f}  held-out {row['held_out']:.3f}"
-        f"  length {row['length_mean']:.0f}/{row['length_max']}  {row['tokens_per_second']:,.0f} tokens/s  "
-        f"tail {row['tail_seconds']:.1f} s  {seconds} s  gap {row['gap']:.1e}"
-    )
+    return f"{row['iteration'] + 1:3d}/{iterations}  {shown}  {seconds} s  gap {row['gap']:.1e}"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
@@ -48,27 +62,37 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "iterations": len(rows),
         "edge": edge,
-        **{name: [mean(name, rows[:edge]), mean(name, rows[-edge:])] for name in ends},
-        **{name: mean(name) for name in means},
+        **{name: [mean(name, rows[:edge]), mean(name, rows[-edge:])] for name in ends if name in rows[0]},
+        **{name: mean(name) for name in means if name in rows[0]},
         "seconds": {phase: statistics.mean(row["seconds"][phase] for row in rows) for phase in PHASES},
         "total_seconds": sum(sum(row["seconds"].values()) for row in rows),
     }
 
 
-def report(rows: Sequence[Row], picture: Path) -> None:
-    """Print the figures as a table and draw the picture."""
+def write_metrics(rows: Sequence[Row], folder: Path) -> None:
+    """Write a line of JSON for each iteration."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_whole(folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+
+
+def report(rows: Sequence[Row], picture: Path, more: Mapping[str, str] | None = None) -> None:
+    """Print the figures as a table, with `more` rows, and draw the picture."""
     run = figures(rows)
     table = Table(title=f"{run['iterations']} iterations: first {run['edge']} → last {run['edge']}")
     table.show_header = False
     for name in ("held_out", "reward", "mixed_groups"):
         table.add_row(name.replace("_", " "), "{:.3f} → {:.3f}".format(*run[name]))
-    table.add_row("mean length", "{:.0f} → {:.0f}".format(*run["length_mean"]))
-    table.add_row("tokens/s, tail", f"{run['tokens_per_second']:,.0f}, {run['tail_seconds']:.1f} s")
+    if "length_mean" in run:
+        table.add_row("mean length", "{:.0f} → {:.0f}".format(*run["length_mean"]))
+        table.add_row("tokens/s, tail", f"{run['tokens_per_second']:,.0f}, {run['tail_seconds']:.1f} s")
     seconds = ", ".join(f"{phase} {value:.2f}" for phase, value in run["seconds"].items())
     table.add_row("seconds an iteration", seconds)
-    hidden = f"{run['reward_overlap']:.0%} of {run['reward_seconds']:.2f} s"
-    table.add_row("rewards hidden by the rollout", hidden)
+    if "reward_seconds" in run:
+        hidden = f"{run['reward_overlap']:.0%} of {run['reward_seconds']:.2f} s"
+        table.add_row("rewards hidden by the rollout", hidden)
     table.add_row("trainer's logprobs off the engines'", f"{run['gap']:.1e} on average")
+    for row in (more or {}).items():
+        table.add_row(*row)
     Console().print(table)
     draw({"": rows}, picture)
     print(f"metrics: {picture.parent / 'metrics.jsonl'}   picture: {picture}")
@@ -76,17 +100,17 @@ def report(rows: Sequence[Row], picture: Path) -> None:
 
 def draw(runs: Mapping[str, Sequence[Row]], picture: Path) -> None:
     """Draw the curves of one or several runs, named by their keys, into a PNG."""
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    panels = ("reward", "held_out", "length_mean", "tokens_per_second", "tail_seconds")
-    titles = ("reward", "held-out pass rate", "mean length", "tokens/s", "tail, seconds")
-    for axis, name, title in zip(axes.flat, panels, titles, strict=False):
-        for label, rows in runs.items():
-            axis.plot([row["iteration"] for row in rows], [row[name] for row in rows], label=label, lw=1.3)
-        axis.set(title=title, ylim=(0, 1) if name in ("reward", "held_out") else (0, None))
+    label, rows = next(iter(runs.items()))
+    panels = [name for name in PANELS if name in rows[0]]
+    height = 2 if len(panels) > 2 else 1
+    figure, axes = pyplot.subplots(height, 3, figsize=(12, 3 * height), layout="constrained")
+    for axis, name in zip(axes.flat, panels, strict=False):
+        for run, some in runs.items():
+            axis.plot([row["iteration"] for row in some], [row[name] for row in some], label=run, lw=1.3)
+        axis.set(title=PANELS[name], ylim=(0, 1) if name in ("reward", "held_out") else (0, None))
         axis.grid(alpha=0.3)
     if len(runs) > 1:
         axes.flat[0].legend()
-    label, rows = next(iter(runs.items()))
     shares = [[row["seconds"][phase] / sum(row["seconds"].values()) for row in rows] for phase in PHASES]
     last = axes.flat[-1]
     last.stackplot([row["iteration"] for row in rows], shares, labels=PHASES, alpha=0.8)

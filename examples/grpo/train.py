@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +31,7 @@ import curves
 import numpy as np
 import transformers
 from learner import Learner, Sample, advantages
+from stopwatch import Stopwatch
 
 from seer.client import (
     Group,
@@ -113,20 +112,6 @@ def samples(scored: Sequence[Scored]) -> list[Sample]:
         for each in scored
         for response, advantage in zip(each.group.responses, advantages(each.rewards), strict=True)
     ]
-
-
-class Stopwatch:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time what runs inside."""
-        started = time.monotonic()
-        yield
-        self.seconds[phase] = time.monotonic() - started
 
 
 class Trainer:
@@ -218,7 +203,7 @@ class Trainer:
             "optimizer": self.learner.optimizer.state_dict(),
         }
         checkpoint.save(self._file, state)
-        self._write_metrics()
+        curves.write_metrics(self.rows, self.out)
 
     def _resume(self) -> None:
         state = checkpoint.load(self._file)
@@ -231,11 +216,7 @@ class Trainer:
         self.rows = state["rows"]
         self.learner.model.load_state_dict(state["model"])
         self.learner.optimizer.load_state_dict(state["optimizer"])
-        self._write_metrics()  # a kill may have come between the two files
-
-    def _write_metrics(self) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in self.rows)
-        checkpoint.write_whole(self.out / "metrics.jsonl", lambda file: file.write(text.encode()))
+        curves.write_metrics(self.rows, self.out)  # a kill may have come between the two files
 
 
 def parse() -> argparse.Namespace:

@@ -14,31 +14,48 @@ if importlib.util.find_spec("vllm") is None:
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "agents"))
 
 from lookup import left_over, lookup, passes
+from train_agents import verdict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("iterations", [1, pytest.param(6, marks=pytest.mark.breadth)])
-def test_the_tool_is_learnt_and_its_answers_are_what_counts(iterations):
-    command = [
-        sys.executable,
-        EXAMPLE / "train_agents.py",
-        f"--iterations={iterations}",
-        "--set=pool.kind=none",
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def test_the_tool_is_learnt_and_its_answers_are_what_counts(tmp_path, iterations):
+    command = [sys.executable, EXAMPLE / "train_agents.py", f"--iterations={iterations}", "--out", tmp_path]
+    ran = subprocess.run(
+        [*command, "--set=pool.kind=none"], capture_output=True, text=True, timeout=280, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    *trained, own, swapped, none = rows
-    assert len(trained) == iterations + 1
+    trained = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    controls = json.loads((tmp_path / "controls.json").read_text())
+    assert len(trained) == iterations
+    assert list(controls) == ["own", "swapped", "none"]
     if iterations > 1:
-        assert own["held_out"] > trained[0]["held_out"] + 0.15
-    assert (own["tool"], swapped["tool"], none["tool"]) == ("own", "swapped", "none")
-    assert swapped["held_out"] < 0.15
-    assert none["held_out"] < 0.15
-    assert max(row["gap"] for row in trained[:-1]) < 1e-5
-    assert not any(row["corrected"] for row in trained[:-1])
+        assert controls["own"] > trained[0]["held_out"] + 0.15
+        assert "It learnt to use the tool" in ran.stdout
+    assert f"{iterations}/{iterations}  reward" in ran.stdout
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert controls["swapped"] < 0.15
+    assert controls["none"] < 0.15
+    assert max(row["gap"] for row in trained) < 1e-5
+    assert not any(row["corrected"] for row in trained)
+
+
+@pytest.mark.parametrize(
+    ("own", "swapped", "says"),
+    [
+        (
+            0.9,
+            0.05,
+            "It learnt to use the tool: held-out pass rate 0.50 before and 0.90 after training; only",
+        ),
+        (0.55, 0.05, "Little was learnt"),
+        (0.9, 0.6, "hardly by the tool"),
+    ],
+)
+def test_the_verdict_follows_from_the_rates(own, swapped, says):
+    assert says in verdict(0.5, {"own": own, "swapped": swapped, "none": 0.0})
 
 
 @pytest.mark.parametrize(

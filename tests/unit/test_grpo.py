@@ -188,6 +188,10 @@ def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> 
         problems.held_out_prompts(0)
 
 
+AGENTS = {"iteration", "reward", "held_out", "mixed_groups", "gap", "seconds"}
+"""What rows of agents have."""
+
+
 def row(iteration: int) -> dict[str, Any]:
     numbers = ("reward", "held_out", "mixed_groups", "length_mean", "length_max", "tokens_per_second")
     numbers += ("tail_seconds", "reward_overlap", "reward_seconds", "gap")
@@ -209,6 +213,12 @@ def test_the_summary_compares_the_first_with_the_last_iterations(
         (tmp_path / "curves.png").unlink()
     curves.report(rows, tmp_path / "curves.png")
     assert "0.200 → 0.700" in capsys.readouterr().out
+    fewer = [{name: each for name, each in one.items() if name in AGENTS} for one in rows]
+    curves.report(fewer, tmp_path / "curves.png", {"with no answer": "0.05"})
+    said = capsys.readouterr().out
+    assert "0.200 → 0.700" in said
+    assert "0.05" in said
+    assert "tokens/s" not in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra images")
