@@ -25,7 +25,7 @@ TEMPLATE = (
     "{% if message.role == 'assistant' %}= {% endif %}{{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
-"""In words that the shipped model's tokenizer knows; that model comes without a template."""
+"""In words that the shipped model's tokenizer knows; other than its own, it shows tools and turns."""
 
 REPLAY = ("engine.backend=replay", "engine.replay.vocab_size=66", "engine.replay.step_seconds=0.01")
 ENDLESS = {"ignore_eos": True, "max_tokens": 50_000}

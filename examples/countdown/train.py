@@ -166,6 +166,10 @@ def build_model() -> Qwen3ForCausalLM:
     return model
 
 
+CHAT_TEMPLATE = task.BOS + "{% for message in messages %} {{ message.content }}{% endfor %}"
+"""A chat of one message, as `12 10 5 > 17`, is a problem's prompt."""
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Words split at white space, one id each; decoding joins them with single spaces."""
     words = Tokenizer(models.WordLevel(dict(IDS), unk_token=task.UNK))
@@ -178,6 +182,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=task.UNK,
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -239,7 +244,7 @@ def main() -> None:
             if step % 100 == 0:
                 log.info("step %d loss %.4f %.0f s", step, recent, time.monotonic() - started)
     model.save_pretrained(out / "model")
-    build_tokenizer().save_pretrained(out / "model")
+    build_tokenizer().save_pretrained(out / "model", save_jinja_files=False)
     log.info("saved %s: %.4f, %.0f s", out / "model", recent, time.monotonic() - started)
 
 

@@ -38,6 +38,7 @@ from seer.common.types import Capacity
 from seer.gateway import serving
 from seer.gateway.buffer_client import BufferClient, Outcome
 from seer.gateway.request_bodies import REFUSED
+from seer.gateway.responses_body import REFUSED as UNKEPT
 from seer.gateway.serving import Serving
 
 AT_ONCE = 8
@@ -63,6 +64,17 @@ CHAT = {
     "tools": [TOOL], "tool_choice": "auto", "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 8,
     "chat_template_kwargs": {"enable_thinking": False}, "documents": [{"title": "a", "text": "b"}],
 }  # fmt: skip
+RESPONSE = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}], "id": "m"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "d"}, {"type": "reasoning", "summary": []},
+    ],
+    "instructions": "a", "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
+    "tool_choice": "auto", "max_output_tokens": 8, "text": {"format": {"type": "text"}}, "store": False,
+    "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "previous_response_id": None, "truncation": "disabled",
+}  # fmt: skip
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {**SAMPLING, **SHOWN, "prompt": "a b c", "logprobs": 1, "model": "model"},
@@ -73,6 +85,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**SAMPLING, **SHOWN, **CHAT},
         {**CHAT, "stream": True, "n": 2, "tool_choice": "none"},
         {"messages": [USER], "max_tokens": 5},
+    ],
+    "/v1/responses": [
+        {**SAMPLING, **RESPONSE, "n": 1},
+        {**RESPONSE, "stream": True, "tool_choice": "none"},
+        {"input": "a b c", "max_output_tokens": 5, "stream": True},
     ],
     "/inference/v1/generate": [
         {"token_ids": [5, 6, 7], "sampling_params": {**SAMPLING, "logprobs": 1}, "request_id": "a"},
@@ -136,7 +153,7 @@ class Maker:
                 case 0:
                     del node[key]
                 case 1:
-                    node[rng.choice((*REFUSED, "\0", "a" * 500))] = self._hostile()
+                    node[rng.choice((*REFUSED, *UNKEPT, "\0", "a" * 500))] = self._hostile()
                 case 2:
                     node[str(rng.choice(("", "\ud800", "1" * 4301, "-1", "٣")))] = node[key]
                 case _:

@@ -24,6 +24,7 @@ from seer.client.tensor_stream import TensorStream
 from seer.gateway.group_names import group_seed, request_hashes
 from seer.services.engine.replay.backend import made_up_routes
 
+USER = {"role": "user", "content": "1 2"}
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
     "aborting": ("gateway.on_update=abort", "gateway.client_seconds=1", "gateway.max_body_bytes=20000"),
@@ -294,6 +295,7 @@ async def test_what_is_there(system: GatewaySystem, http: httpx.AsyncClient) -> 
     assert "this system has 'model' alone" in refused(response, 404)
     assert (await ok(http.get("/get_world_size")))["world_size"] == 2
     assert set(await ok(http.get("/version"))) == {"version"}
+    assert [(await http.request(how, "/ping")).status_code for how in ("GET", "POST")] == [200, 200]
     info = await ok(http.get("/server_info", params={"config_format": "json"}))
     assert info["vllm_config"]["weight_transfer_config"] is None
     assert await ok(http.post("/reset_prefix_cache")) == {"success": True}
@@ -347,7 +349,42 @@ async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
     for extra in ({"echo": True}, {"prompt_logprobs": 1}, {"logprobs": 5}, {"seed": 2**64}):
         refused(await http.post("/v1/completions", json={"prompt": "1"} | extra), 400)
     long = await http.post("/v1/completions", json={"prompt": [4] * 300_000})
-    assert "longer than any engine" in refused(long, 400)
+    assert "longer than any engine can take: prompts of at most " in refused(long, 400)
+
+
+async def test_a_response_is_a_chat_s_answer(http: httpx.AsyncClient) -> None:
+    system = {"role": "system", "content": "2"}
+    messages = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}, USER]
+    chat = {"messages": [system, *messages], "seed": 5, "max_tokens": 30, "ignore_eos": True}
+    expected = await ok(http.post("/v1/chat/completions", json=chat))
+    asked = {"input": messages, "instructions": "2", "seed": 5, "max_output_tokens": 30, "ignore_eos": True}
+    got = await ok(http.post("/v1/responses", json=asked))
+    text = expected["choices"][0]["message"]["content"]
+    assert (got["status"], got["output"][0]["content"][0]["text"]) == ("incomplete", text)
+    assert got["usage"]["total_tokens"] == expected["usage"]["total_tokens"]
+    streamed = await http.post("/v1/responses", json={**asked, "stream": True})
+    last = json.loads(streamed.text.split("data: ")[-1])
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"][0]["content"] == got["output"][0]["content"]
+
+
+async def test_the_document_of_routes_has_what_each_address_serves(system: GatewaySystem) -> None:
+    for name, more in (("data", set()), ("control", {"/pause", "/update_weights"})):
+        async with httpx.AsyncClient(base_url=system.urls["gateway"][name]) as client:
+            document = await ok(client.get("/openapi.json"))
+            assert document["paths"].keys() >= {"/v1/responses", "/ping", "/openapi.json"} | more
+            assert ("/pause" in document["paths"]) == (name == "control")
+            for path, operations in document["paths"].items():
+                for how, operation in operations.items():
+                    assert operation["summary"], path
+                    body = operation.get("requestBody", {"content": {"application/json": {"schema": {}}}})
+                    schema = body["content"]["application/json"]["schema"]
+                    assert schema.get("$ref", "").rpartition("/")[2] in {
+                        "",
+                        *document["components"]["schemas"],
+                    }
+                    if how == "post" and "requestBody" in operation:  # it is read: an empty body is none
+                        refused(await client.post(path, content=b""), 400)
 
 
 # --- pause and update ------------------------------------------------------------------------

@@ -39,7 +39,11 @@ class Server:
         async def health(request):
             return PlainTextResponse("fine")
 
-        routes = [Route("/generate", generate, methods=["POST"]), Route("/health", health)]
+        routes = [
+            Route("/generate", generate, methods=["POST"]),
+            Route("/health", health),
+            Route("/ping", health),
+        ]
         self._app = Bearer(Starlette(routes=routes), Peers(folder / "public" / "peers"), roles)
 
     async def post(self, header=None, path="/generate"):
@@ -48,10 +52,10 @@ class Server:
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             return await client.post(path, content=b"prompt", headers=headers)
 
-    async def health(self):
+    async def get(self, path):
         transport = httpx.ASGITransport(self._app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            return await client.get("/health")
+            return await client.get(path)
 
 
 async def test_a_request_needs_a_key_that_is_in_the_list(folder):
@@ -74,7 +78,7 @@ async def test_a_request_needs_a_key_that_is_in_the_list(folder):
         assert refused.headers["www-authenticate"] == "Bearer"
     assert (await server.post(None, "/nowhere")).status_code == 401
     assert server.bodies == [b"prompt"] * 2
-    assert (await server.health()).text == "fine"
+    assert [(await server.get(path)).text for path in ("/health", "/ping")] == ["fine"] * 2
 
 
 async def test_a_revoked_key_is_refused_at_once(folder):
@@ -95,7 +99,7 @@ async def test_control_routes_are_for_operators(folder):
         assert ((await data.post(header)).status_code, (await control.post(header)).status_code) == codes, (
             name
         )
-    assert (await control.health()).status_code == 200
+    assert (await control.get("/health")).status_code == 200
 
 
 async def test_keys_that_are_kept_are_bounded(folder, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,11 @@ def test_token_ids_must_be_the_model_s(text: ModelText) -> None:
 
 
 def test_a_chat_without_a_template_is_refused(text: ModelText) -> None:
-    with pytest.raises(HttpError, match="no chat template"):
-        text.render([USER])
+    assert text.render([USER]) == "<bos> 1 2"  # the shipped model's: a chat is its task's prompt
+    bare = copy(text._tokenizer)
+    bare.chat_template = None
+    with pytest.raises(HttpError, match=r"no chat template: put chat_template\.jinja into its folder"):
+        ModelText(bare, 66, trust_templates=True).render([USER])
 
 
 def test_templates_of_requests_are_run_only_if_trusted(text: ModelText) -> None:

@@ -184,7 +184,7 @@ def chat_choice(index: int, said: Json, choice: Choice, style: Style, *, called:
         "index": index,
         **said,
         "logprobs": {"content": _chat_logprobs(choice, style)} if style.logprobs else None,
-        "finish_reason": "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason,
+        "finish_reason": "tool_calls" if called else choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "token_ids": choice.token_ids if style.token_ids else None,
         "weight_version": choice.version,

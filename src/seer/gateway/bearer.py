@@ -3,7 +3,8 @@
 A bearer key is the secret of a pair that `seer keys add DIR http:NAME` made; the list has the public key.
 
 Invariants (tests/unit/test_gateway_bearer.py asserts them):
-- with a list, nothing but `GET /health` is answered to a request without a key that the list has at the time;
+- with a list, nothing but `GET /health` and `GET /ping` is answered to a request without a key that the list
+  has at the time;
 - a key for `http` generates and asks; all other routes are for operators;
 - a request that is refused is answered before its body is read.
 """
@@ -24,7 +25,7 @@ DATA = frozenset({HTTP, OPERATOR})
 CONTROL = frozenset({OPERATOR})
 """Roles of keys for the two addresses."""
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 """For probes: they say nothing but whether generation is possible."""
 
 NO_KEY = "send 'Authorization: Bearer KEY', a key that `seer keys add DIR http:NAME` made and nobody revoked"

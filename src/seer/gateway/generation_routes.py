@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,6 +51,8 @@ from seer.gateway.request_bodies import (
     TokenizeBody,
     read_body,
 )
+from seer.gateway.responses_answer import StreamedResponse, response_answer, response_head
+from seer.gateway.responses_body import ResponsesBody
 from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion, StreamedToolChat
 from seer.gateway.text import ModelText
 
@@ -90,6 +93,7 @@ class GenerationRoutes:
             ("POST", "/skyrl/v1/generate", self.generate_with_experts),
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/responses", self.responses),
             ("GET", "/v1/models", self.models),
             ("GET", "/version", self.version),
             ("POST", "/finish_session", self.finish_session),
@@ -99,10 +103,12 @@ class GenerationRoutes:
         served = [
             Route(path, endpoint(handler, self._counters), methods=[how]) for how, path, handler in handlers
         ]
+        probed = endpoint(self.health, Counter())  # asked all the time
         return [
             *served,
-            Route("/health", endpoint(self.health, Counter()), methods=["GET"]),
-        ]  # asked all the time
+            Route("/health", probed, methods=["GET"]),
+            Route("/ping", probed, methods=["GET", "POST"]),
+        ]
 
     # --- generation ----------------------------------------------------------------------
 
@@ -171,6 +177,24 @@ class GenerationRoutes:
             request, asked, lambda choices: answers.chat_answer(head, choices, n, style, tools=parse)
         )
 
+    async def responses(self, request: Request) -> Response:
+        """`/v1/responses`: the same as a chat, in OpenAI's later schema; nothing is kept."""
+        body = await self._read(request, ResponsesBody)
+        chat = body.chat()
+        parse = self._parses_tools(chat)
+        sampling = chat.sampling(self._settings.logprobs)
+        prompt, images = await self._chat_prompt(request, chat)
+        adapter = self._models.check(body.model)
+        asked = Asked([prompt], 1, sampling, chat, adapter=adapter, converses=True, images=images)
+        name = f"resp_{secrets.token_hex(16)}"
+        head = response_head(name, self._models.name, int(time.time()), body, chat)
+        if body.stream:
+            kind = partial(StreamedResponse, tools=parse)
+            return await self._streamed(request, asked, kind, head, Style(), None)
+        return await self._generation.whole(
+            request, asked, lambda choices: response_answer(head, choices[0], tools=parse)
+        )
+
     async def finish_session(self, request: Request) -> Response:
         """`/finish_session?session_id=`: SkyRL's client ends a trajectory; nothing awaits its next turn."""
         session = request.query_params.get("session_id", "")
@@ -182,7 +206,7 @@ class GenerationRoutes:
         self,
         request: Request,
         asked: Asked,
-        kind: type[StreamedAnswer],
+        kind: Callable[..., StreamedAnswer],
         head: Json,
         style: Style,
         options: StreamOptions | None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ def refusal(error: HttpError) -> Response:
 def endpoint(handler: Handler, counters: Counter[str]) -> Handler:
     """Return a handler that answers its errors, and counts how requests end."""
 
+    @functools.wraps(handler)
     async def handle(request: Request) -> Response:
         counters["requests"] += 1
         try:

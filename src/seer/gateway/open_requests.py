@@ -193,7 +193,9 @@ class OpenRequests:
         for place, ids in prompts.items():
             room = max(each.room(len(ids)) for each in capacities)
             if room < 1:
-                raise bad("prompt", f"{len(ids)} tokens", "is longer than any engine can take")
+                most = max(each.room(0) for each in capacities) - 1
+                fix = f"is longer than any engine can take: prompts of at most {most} tokens"
+                raise bad("prompt", f"{len(ids)} tokens", fix)
             limits.setdefault(min(room, sampling.max_tokens), {})[place] = ids
         for limit in limits:
             if sampling.min_tokens > limit:

@@ -41,6 +41,7 @@ from seer.gateway.images import Images
 from seer.gateway.job_processes import JobProcesses
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.openapi import with_openapi
 from seer.gateway.text import ModelText
 from seer.gateway.this_process import ThisProcess
 
@@ -81,7 +82,7 @@ class Serving:
         routes = {"data": data, "control": everything}
         peers = Peers(Path(self._config.security.peers)) if self._config.security.peers else None
         for name, each in routes.items():
-            app: ASGIApp = _app(each)
+            app: ASGIApp = _app(with_openapi(each))
             if peers is not None:
                 app = Bearer(app, peers, DATA if name == "data" else CONTROL)
             self._servers[name] = _Server(_uvicorn_config(app, settings, _connections(name)))

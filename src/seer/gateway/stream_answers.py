@@ -28,7 +28,7 @@ def event(part: Json) -> bytes:
 
 
 @dataclass(slots=True)
-class _Sent:
+class Sent:
     """What was sent of a choice. `offset`: the characters of its tokens' texts."""
 
     text: TextStream | None
@@ -56,7 +56,7 @@ class StreamedAnswer:
         self._n = n
         self._style = style
         self._new_text = new_text
-        self._choices: dict[int, _Sent] = {}
+        self._choices: dict[int, Sent] = {}
         self._begun = False
 
     def piece(self, index: int, token_ids: list[int], logprobs: list[float]) -> bytes:
@@ -83,13 +83,13 @@ class StreamedAnswer:
         usage = {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
         return (event({**self._base(), "choices": [], "usage": usage}) if include_usage else b"") + DONE
 
-    def _of(self, index: int) -> _Sent:
+    def _of(self, index: int) -> Sent:
         if index not in self._choices:
             prompt = self._prompts[index // self._n]
-            self._choices[index] = _Sent(self._new_text(prompt) if self._new_text else None)
+            self._choices[index] = Sent(self._new_text(prompt) if self._new_text else None)
         return self._choices[index]
 
-    def _parts(self, index: int, sent: _Sent, piece: Choice) -> bytes:
+    def _parts(self, index: int, sent: Sent, piece: Choice) -> bytes:
         first = b"" if self._begun else self._begin()
         base = {**self._base(), **({} if self._begun else self._first_base())}
         self._begun = True
@@ -110,7 +110,7 @@ class StreamedAnswer:
     def _begin(self) -> bytes:
         return b""
 
-    def _choice(self, index: int, sent: _Sent, piece: Choice) -> Json:
+    def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
         choice = generate_choice(index, piece, self._style)
         for span in choice["weight_versions"] or []:
             span["end"] += len(sent.token_ids)
@@ -126,7 +126,7 @@ class StreamedCompletion(StreamedAnswer):
     def _first_base(self) -> Json:
         return {}
 
-    def _choice(self, index: int, sent: _Sent, piece: Choice) -> Json:
+    def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
         choice = completion_choice(index, piece, self._style, sent.offset)
         if choice["logprobs"]:
             sent.offset += sum(map(len, choice["logprobs"]["tokens"]))
@@ -150,14 +150,14 @@ class StreamedChat(StreamedAnswer):
         roles = ({"index": index, "delta": delta, "finish_reason": None} for index in range(self._n))
         return b"".join(event({**base, "choices": [role]}) for role in roles)
 
-    def _choice(self, index: int, sent: _Sent, piece: Choice) -> Json:
+    def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
         return chat_choice(index, {"delta": {"content": piece.text}}, piece, self._style, called=False)
 
 
 class StreamedToolChat(StreamedChat):
     """Of `/v1/chat/completions`, with tool calls that are read from the text."""
 
-    def _choice(self, index: int, sent: _Sent, piece: Choice) -> Json:
+    def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
         if piece.finish_reason is None:
             return super()._choice(index, sent, replace(piece, text=sent.calls.push(piece.text)))
         content, calls = sent.calls.finish(piece.text)

@@ -106,9 +106,11 @@ class ModelText:
                 f"chat_template_kwargs.{taken[0]}", (arguments or {})[taken[0]], "has a field of its own"
             )
         if template is None and not self._tokenizer.chat_template:
-            raise HttpError(
-                400, "the model has no chat template: send prompts to /v1/completions", "messages"
+            fix = (
+                "put chat_template.jinja into its folder (shared.model) and start the gateway again, give "
+                "chat_template with gateway.trust_chat_templates=true, or send prompts to /v1/completions"
             )
+            raise HttpError(400, f"the model has no chat template: {fix}", "messages")
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
