@@ -108,9 +108,9 @@ def judge_all(found: list[Found], config: Config, in_teacher: list[str]) -> Iter
     config = settled(config, Hardware.here())
     with (
         beside(config) as own,
-        judging._teacher(replace(own, pool=replace(own.pool, kind="none"))) as backend,
+        judging.in_process(replace(own, pool=replace(own.pool, kind="none"))) as backend,
     ):
-        judging._teacher = lambda _: contextlib.nullcontext(backend)
+        judging.in_process = lambda _: contextlib.nullcontext(backend)
         for each in found:
             for where in WHERE if each.fault != NONE else WHERE[:1]:
                 in_teacher[:] = [each.fault if where == WHERE[1] else NONE]
@@ -187,7 +187,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     in_teacher = [NONE]
     faults.install(lambda: faults.FAULTS.get(in_teacher[0]))
-    teacher = judging._teacher
+    teacher = judging.in_process
     with tempfile.TemporaryDirectory() as folder:
         control = Path(folder) / "fault"
         os.environ |= {
@@ -195,7 +195,7 @@ def main() -> int:
         }  # fmt: skip
         for wanted, config, job in systems(options.faults.split(","), Path(folder)):
             found = asyncio.run(run_faults(wanted, config, job, control))
-            judging._teacher = teacher
+            judging.in_process = teacher
             length = max(
                 len(g.prompt_token_ids) for each in found for ours, _ in each.runs.values() for g in ours
             )

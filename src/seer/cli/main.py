@@ -163,6 +163,10 @@ def rollout(**options: object) -> None:
 )
 @click.option("--turns", is_flag=True, help="Responses of four turns, with a tool in between: other cells.")
 @click.option("--plant-fault", is_flag=True, help="Change one token in one cell: the check must find it.")
+@click.option(
+    "--trainer", type=click.Choice(["hf"]), default="",
+    help="Compare logprobs with a forward pass of transformers.",
+)  # fmt: skip
 @BACKEND
 @click.option("--json", "json_file", type=FILE, help="Write the whole report as JSON.")
 @CONFIG

@@ -95,11 +95,11 @@ def judge(
     say(f"judging {len(cases)} token mismatches")
     for engine in dict.fromkeys(engines[case.cell.name] for case in cases):
         if engine != config.engine:
-            with _teacher(replace(config, engine=engine)) as backend:
+            with in_process(replace(config, engine=engine)) as backend:
                 for case in cases:
                     if engines[case.cell.name] == engine:
                         case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
-    with _teacher(config) as backend:
+    with in_process(config) as backend:
         for case in cases:
             _judge(case, report, backend)
 
@@ -149,7 +149,8 @@ def _evidence(case: _Case, sampling: SamplingParams, dtype: str, backend: VllmBa
 
 
 @contextmanager
-def _teacher(config: Config) -> Iterator[VllmBackend]:
+def in_process(config: Config) -> Iterator[VllmBackend]:
+    """Have an engine of this configuration in this process."""
     from seer.services.engine.vllm.backend import VllmBackend
 
     (plan,) = plan_engines(config.engine, 1)

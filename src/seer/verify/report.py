@@ -18,6 +18,7 @@ import msgspec
 
 from seer.common.types import SamplingParams
 from seer.verify.compare import Comparison, Mismatch, Verdict
+from seer.verify.trainer_pass import TrainerPass
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +89,7 @@ class Report(msgspec.Struct, kw_only=True):
     cells: list[CellReport] = []
     fault: Fault | None = None
     named: bool = False
+    trainer: TrainerPass | None = None
 
     @property
     def tokens_compared(self) -> int:
@@ -130,6 +132,8 @@ class Report(msgspec.Struct, kw_only=True):
                 found.append(f"{cell.name} has {cell.count('bug')} bugs, {cell.count('unjudged')} unjudged")
             if inexact := self._inexact(cell):
                 found.append(f"{cell.name} has {inexact}: batch-invariant kernels leave none")
+        if self.trainer is not None and not self.trainer.best.largest <= self.logprob_tolerance:
+            found.append("the trainer's logprobs differ by more than rounding (--logprob-tolerance)")
         if self.tokens_compared < self.min_tokens:
             found.append(
                 f"only {self.tokens_compared} tokens were compared, at least {self.min_tokens} are needed "
@@ -211,6 +215,8 @@ def _conclude(report: Report, console: Console) -> None:
     compared, other = report.routes
     if compared:
         console.print(f"experts of {compared} tokens (each layer counts) compared, {other} differ")
+    if report.trainer is not None:
+        console.print(report.trainer.verdict(report.logprob_tolerance))
     for line in failures:
         console.print(f"- {line}")
 

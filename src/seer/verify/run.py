@@ -39,12 +39,12 @@ from seer.rollout.files import (
     write_report,
 )
 from seer.rollout.image_reader import ImageReader
-from seer.verify import turns
+from seer.verify import trainer_pass, turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
 from seer.verify.compare import compare, logprob_tolerance
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
-from seer.verify.judge import Compared, judge
+from seer.verify.judge import Compared, in_process, judge
 from seer.verify.parameters import every_parameter
 from seer.verify.report import CellReport, Fault, Report, show
 
@@ -93,6 +93,12 @@ def _verify(config: Config, prompts: list[Prompt], job: Job, say: Say) -> Report
     if config.engine.backend == "vllm":
         engines = {cell.name: replace(config.engine, **cell.engine) for cell in cells}
         judge(report, cells[0].config(config), engines, reference.images, runs, say)
+        if job.trainer:
+            say("comparing with the trainer's forward pass")
+            report.trainer = trainer_pass.compared(
+                cells[0].config(config), reference.groups, job.sampling, report.dtype,
+                report.logprob_tolerance, in_process,
+            )  # fmt: skip
     return report
 
 
@@ -261,6 +267,10 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
     model = Path(config.shared.model) if config.shared.model else None
     facts = ModelFacts() if model is None else model_facts(model)
     lines = read_prompts(job.prompts, tokenizer_of(model), ImageReader(job.prompts.parent, model))
+    if job.trainer:
+        trainer_pass.check(
+            job.sampling, images=any(line.prompt.images for line in lines), backend=config.engine.backend
+        )
     most = turns.most_tokens(job.sampling, _longest_image(lines)) if job.turns else job.sampling.max_tokens
     config = with_length(config, check_fit(lines, most, facts) + most, facts)
     return config, [
