@@ -35,7 +35,7 @@ from seer.client.prompts import (
     prepare_one,
     with_images,
 )
-from seer.client.results import Group, group_of, malformed
+from seer.client.results import Group, TopLogprobs, group_of, malformed, streamed_tops
 from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
@@ -78,11 +78,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next tokens of response `index` of a prompt. `token_ids`: int32, `logprobs`: float32, [length]."""
+    """The next tokens of response `index` of a prompt; see `Response`."""
 
     index: int
     token_ids: Tokens
     logprobs: Logprobs
+    top_logprobs: TopLogprobs | None = None
 
 
 class PromptInFlight:
@@ -133,7 +134,9 @@ class PromptInFlight:
         for response in (await self.result()).responses:
             start = self._lengths[response.index]
             if start < len(response.token_ids):
-                yield Delta(response.index, response.token_ids[start:], response.logprobs[start:])
+                tops = response.top_logprobs
+                rest = None if tops is None else tops[start:]
+                yield Delta(response.index, response.token_ids[start:], response.logprobs[start:], rest)
 
     async def cancel(self) -> None:
         """Give it up: it ends in `RolloutCancelled`, unless it ended before."""
@@ -154,9 +157,15 @@ class PromptInFlight:
         skip = known - message.start
         if known < 0 or not 0 <= skip < len(message.tokens) or len(self._deltas) >= MAX_STREAMED:
             return
+        tops = None
+        if self.request.sampling.top_logprobs is not None:
+            tops = streamed_tops(message)
+            if tops is None:
+                return
+            tops = tops[skip:]
         self.weight_version = message.weight_version
         self._lengths[index] += len(message.tokens) - skip
-        self._deltas.append(Delta(index, message.tokens[skip:], message.logprobs[skip:]))
+        self._deltas.append(Delta(index, message.tokens[skip:], message.logprobs[skip:], tops))
         self._changed.set()
 
     def finish(self, group: Group) -> None:
@@ -366,7 +375,7 @@ class OpenRollout:
         if in_flight is None or not in_flight.answered_by(message.submission):
             return
         request, version = in_flight.request, in_flight.weight_version
-        problem = malformed(message, request.n)
+        problem = malformed(message, request.n, request.prompt, request.sampling)
         if message.params_digest != request.params_digest:
             problem = "generated for another seed, rollout number, n, sampling or images"
         elif version not in (-1, message.weight_version):

@@ -147,6 +147,7 @@ def check_request(
     check_whole("rollout_number", rollout_number, *INT64)
     check_whole("weight_version", weight_version, -1, INT64[1])
     sampling.check()
+    sampling.check_alternatives(n, 0)
 
 
 def check_rollout_id(rollout_id: str) -> str:

@@ -5,12 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common import beside
 from seer.common.detokenizer import Detokenizer
 from seer.common.types import FinishReason, SamplingParams
-from seer.common.wire import GroupDone, Logprobs, Tokens
+from seer.common.wire import Bytes, GroupDone, Logprobs, Tokens, TokensGenerated
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Of some tokens: their `logprobs` float32 and `ranks` int32 [tokens], of which 1 is the best.
+
+    `top_ids` int32 and `top_logprobs` float32 [tokens, k] are the likeliest tokens in the place of each, best
+    first.
+    """
+
+    logprobs: beside.Array
+    ranks: beside.Array
+    top_ids: beside.Array
+    top_logprobs: beside.Array
+
+    @classmethod
+    def of(cls, word: str, extras: Mapping[str, Bytes]) -> TopLogprobs | None:
+        """Return what there is of a word (`common/beside.py`) beside some tokens."""
+        array = beside.array_of(word, extras)
+        if array is None:
+            return None
+        numbers = array[:, 0].astype(np.int32)
+        return cls(array[:, 1, 0], numbers[:, 0], numbers[:, 1:], array[:, 1, 1:])
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, tokens: slice) -> TopLogprobs:
+        parts = self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        return TopLogprobs(*(each[tokens] for each in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +53,7 @@ class Response:
     that string or the stop token id as text, empty when the response ran to max_tokens. `routed_experts`:
     expert ids, uint8 or uint16 [tokens, layers, experts of a token], of prompt and response without its last
     token, which no model has read; None unless `SamplingParams.routed_experts_from` asks for them.
+    `top_logprobs`: None unless `SamplingParams.top_logprobs` asks for them.
     """
 
     index: int
@@ -30,11 +63,16 @@ class Response:
     finish_reason: FinishReason
     stop_reason: str
     routed_experts: beside.Array | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All n responses to one prompt, in index order, and how they were scheduled."""
+    """All n responses to one prompt, in index order, and how they were scheduled.
+
+    `prompt_logprobs`: of the prompt's tokens but the first; None unless `SamplingParams.prompt_logprobs` asks
+    for them, and for a prompt of one token.
+    """
 
     prompt_id: str
     prompt_token_ids: Tokens
@@ -45,10 +83,11 @@ class Group:
     chunks: int
     migrations: int
     preemptions: int
+    prompt_logprobs: TopLogprobs | None = None
 
 
-def malformed(message: GroupDone, n: int) -> str:
-    """Return what is wrong with a message that should have n responses; empty: nothing."""
+def malformed(message: GroupDone, n: int, prompt: Prepared, sampling: SamplingParams) -> str:
+    """Return what is wrong with a message that should have n responses to a prompt; empty: nothing."""
     counts = {len(message.finish_reasons), len(message.stop_reasons), len(message.lengths)}
     if counts != {n}:
         return f"{sorted(counts)} responses where {n} were asked for"
@@ -59,12 +98,37 @@ def malformed(message: GroupDone, n: int) -> str:
     extra = 0 if message.beside is None else message.beside.size
     if len(message.beside_sizes) not in (0, n) or beside.total(message.beside_sizes) != extra:
         return f"{extra} bytes beside the tokens where {beside.total(message.beside_sizes)} are announced"
-    for each in beside.split(message.beside, message.beside_sizes):
-        try:
-            beside.array_of(beside.ROUTED_EXPERTS, each)
-        except (TypeError, ValueError) as error:
-            return f"what is beside the tokens cannot be read: {error}"
+    expected = [{beside.TOP_LOGPROBS: (length, sampling.top_logprobs)} for length in message.lengths]
+    expected[0][beside.PROMPT_LOGPROBS] = len(prompt.token_ids) - 1, sampling.prompt_logprobs
+    try:
+        for extras, each in zip(_extras(message), expected, strict=True):
+            beside.array_of(beside.ROUTED_EXPERTS, extras)
+            for word, (tokens, top) in each.items():
+                found = beside.array_of(word, extras)
+                shape = (tokens, 2, 1 + top) if top is not None and tokens else None
+                if (None if found is None else found.shape) != shape:
+                    return f"{word} of shape {None if found is None else found.shape}, not {shape}"
+    except (TypeError, ValueError) as error:
+        return f"what is beside the tokens cannot be read: {error}"
     return ""
+
+
+def streamed_tops(message: TokensGenerated) -> TopLogprobs | None:
+    """Return what comes beside streamed tokens; None: not what there should be, so the group will have it."""
+    extra = 0 if message.beside is None else message.beside.size
+    if beside.total([message.beside_sizes]) != extra:
+        return None
+    [extras] = beside.split(message.beside, [message.beside_sizes])
+    try:
+        tops = TopLogprobs.of(beside.TOP_LOGPROBS, extras)
+    except (TypeError, ValueError, IndexError):
+        return None
+    return tops if tops is not None and len(tops) == len(message.tokens) else None
+
+
+def _extras(message: GroupDone) -> list[dict[str, Bytes]]:
+    """Return what comes beside each response, by kind."""
+    return list(beside.split(message.beside, message.beside_sizes or [{}] * len(message.lengths)))
 
 
 def group_of(
@@ -81,6 +145,7 @@ def group_of(
         chunks=message.chunks,
         migrations=message.migrations,
         preemptions=message.preemptions,
+        prompt_logprobs=TopLogprobs.of(beside.PROMPT_LOGPROBS, _extras(message)[0]),
     )
 
 
@@ -89,7 +154,7 @@ def _responses(
 ) -> Iterable[Response]:
     start, detokenizer = 0, None if tokenizer is None else Detokenizer.of(tokenizer)
     before = [] if detokenizer is None else prompt.token_ids.tolist()
-    extras = list(beside.split(message.beside, message.beside_sizes or [{}] * len(message.lengths)))
+    extras = _extras(message)
     for index, length in enumerate(message.lengths):
         token_ids = message.tokens[start : start + length]
         stop_reason, text = message.stop_reasons[index], None
@@ -103,5 +168,6 @@ def _responses(
             finish_reason=message.finish_reasons[index],
             stop_reason=stop_reason,
             routed_experts=beside.array_of(beside.ROUTED_EXPERTS, extras[index]),
+            top_logprobs=TopLogprobs.of(beside.TOP_LOGPROBS, extras[index]),
         )
         start += length

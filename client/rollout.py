@@ -182,11 +182,11 @@ class Rollout:
         if message.prompt_id not in self._unfinished:
             return
         self.began(message.weight_version)
-        problem = self._mismatch(message) or malformed(message, self.n)
+        prompt = self.prompts[message.prompt_id]
+        problem = self._mismatch(message) or malformed(message, self.n, prompt, self.sampling)
         if problem:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
-        prompt = self.prompts[message.prompt_id]
         group = group_of(message, prompt, tokenizer, self.sampling)
         self._groups[prompt.id] = group
         self._finished.append(group)

@@ -21,7 +21,14 @@ Array = npt.NDArray[Any]
 ROUTED_EXPERTS = "routed_experts"
 """Expert ids [layers, experts of a token] of each token of a context but its last."""
 
-_TYPES = ("|u1", "<u2")
+TOP_LOGPROBS = "top_logprobs"
+"""Of each token of a response, float32 [2, 1 + k]: its rank, and the ids of the k likeliest tokens in its
+place; its logprob, and theirs. float32 holds every whole number below 2^24, so every id."""
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""The same of each token of a prompt but its first, beside the prompt's first response."""
+
+_TYPES = ("|u1", "<u2", "<f4")
 
 
 def kind_of(word: str, array: Array) -> str:
@@ -54,6 +61,32 @@ def _form(kind: str) -> tuple[np.dtype[Any], list[int]]:
     if dtype not in _TYPES or min(sizes, default=0) < 1:
         raise ValueError(f"{kind!r} must be a word, a type in {_TYPES} and the sizes of an entry")
     return np.dtype(dtype), sizes
+
+
+def tail(word: str, beside: Mapping[str, Bytes], start: int) -> dict[str, Bytes]:
+    """Return what there is of a word from its entry `start` on: views."""
+    found = {}
+    for kind, data in beside.items():
+        if kind.startswith(f"{word} "):
+            dtype, shape = _form(kind)
+            found[kind] = data[start * dtype.itemsize * math.prod(shape) :]
+    return found
+
+
+def packed(arrays: Mapping[str, Array]) -> dict[str, Bytes]:
+    """Return the bytes, by kind, of arrays [tokens, ...] by word."""
+    return {kind_of(word, each): each.reshape(-1).view(np.uint8) for word, each in arrays.items()}
+
+
+def flat(beside: Sequence[Mapping[str, Bytes]]) -> Bytes | None:
+    """Return all bytes of several results, which `split` takes apart; None: there are none."""
+    parts = [data for each in beside for data in each.values()]
+    return np.concatenate(parts) if parts else None
+
+
+def sizes(beside: Mapping[str, Bytes]) -> Sizes:
+    """Return the bytes of each kind."""
+    return {kind: len(data) for kind, data in beside.items()}
 
 
 def split(flat: Bytes | None, sizes: Sequence[Sizes]) -> Iterator[dict[str, Bytes]]:

@@ -38,6 +38,12 @@ MAX_BIAS_ENTRIES = 1024
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are int32 everywhere behind the client."""
 
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives of a token whose logprobs are returned, as in vLLM."""
+
+MAX_ALTERNATIVES = 2**24
+"""Bound on the tokens and alternatives of a prompt and its responses that have logprobs: 128 MiB."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM."""
 
@@ -58,7 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     (temperature-scaled, untruncated: what trainers recompute), `raw` (temperature 1) or
     `processed` (after penalties and truncation). `min_tokens` masks every stop token id and
     defers stop strings until that many tokens are out. `routed_experts_from`: return which experts each token
-    went to, from this position of the prompt on; None: do not.
+    went to, from this position of the prompt on; None: do not. `top_logprobs` and `prompt_logprobs`: return
+    the rank of each token of the response, or of the prompt, and so many likeliest tokens in its place with
+    their logprobs; None: do not. The prompt's, and its tokens' own logprobs, are `raw`.
     """
 
     max_tokens: int = 512
@@ -76,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     logprobs: LogprobMode = "scaled"
     routed_experts_from: int | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def check(self, field: str = "sampling") -> None:
         """Raise `InvalidField` naming the first field that cannot be accepted."""
@@ -89,10 +99,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidField(
                 f"{field}.min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})"
             )
-        if self.routed_experts_from is not None and not 0 <= self.routed_experts_from <= MAX_TOKEN_ID:
-            fix = f"give a position from 0 to {MAX_TOKEN_ID}, or None"
-            raise InvalidField(f"{field}.routed_experts_from", self.routed_experts_from, fix)
+        self._check_beside(field)
         self._check_lists(field)
+
+    def check_alternatives(self, n: int, prompt: int, field: str = "sampling") -> None:
+        """Raise `InvalidField` if n responses to a prompt of such a length may have too many alternatives."""
+        asked = {"top_logprobs": n * self.max_tokens, "prompt_logprobs": prompt}
+        for name, tokens in asked.items():
+            top = getattr(self, name)
+            if top is not None and tokens * (1 + top) > MAX_ALTERNATIVES:
+                fix = (
+                    f"makes up to {tokens * (1 + top)} logprobs: have at most {MAX_ALTERNATIVES} for a prompt"
+                )
+                raise InvalidField(f"{field}.{name}", top, f"{fix}, by fewer or shorter responses")
 
     def _check_types(self, field: str) -> None:
         """Types are those of the wire: in a process of Python, fields may be anything."""
@@ -108,6 +127,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for each in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(each, Decimal):  # which `convert` takes for a float, and the wire for a string
                     raise InvalidField(f"{field}.{name}", value, "give a float instead of a Decimal")
+
+    def _check_beside(self, field: str) -> None:
+        for name, most in _BESIDE.items():
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= most:
+                raise InvalidField(f"{field}.{name}", value, f"give a whole number from 0 to {most}, or None")
+        if self.top_logprobs is not None and self.logprobs == "processed":
+            raise InvalidField(f"{field}.top_logprobs", self.top_logprobs, "needs logprobs scaled or raw")
 
     def _check_lists(self, field: str) -> None:
         short = len(self.stop) <= MAX_STOP_STRINGS and sum(map(len, self.stop)) <= MAX_STOP_CHARACTERS
@@ -145,6 +172,11 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("presence_penalty", -2.0, 2.0, False),
     ("min_tokens", 0, 2**24, False),
 )
+_BESIDE = {
+    "routed_experts_from": MAX_TOKEN_ID,
+    "top_logprobs": MAX_TOP_LOGPROBS,
+    "prompt_logprobs": MAX_TOP_LOGPROBS,
+}
 
 
 MAX_IMAGES = 64

@@ -13,15 +13,16 @@ from virtual_time import PROCESS
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, EngineConfig, SharedConfig
+from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig, SharedConfig
 from seer.common.net.transport.base import Transport
 from seer.common.process.service import Service
 from seer.services.buffer import server as buffer
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 from seer.services.engine import server as engine
-from seer.services.engine.replay.backend import made_up_routes
+from seer.services.engine.replay.backend import made_up_alternatives, made_up_routes
 
+VOCAB = ReplayConfig().vocab_size
 PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
 
 SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
@@ -119,6 +120,27 @@ def check_routes(group, first=0):
     for response in group.responses:
         read = [*group.prompt_token_ids.tolist(), *response.token_ids.tolist()][first:-1]
         assert np.array_equal(response.routed_experts, made_up_routes(read))
+
+
+def check_alternatives(group, top, of_prompt):
+    """Each token of each response has so many alternatives, and each of the prompt but its first has, once."""
+    for response in group.responses:
+        made_up = made_up_alternatives(response.token_ids.tolist(), response.logprobs.tolist(), top, VOCAB)
+        check_tops(response.top_logprobs, made_up)
+    prompt = group.prompt_token_ids.tolist()[1:]
+    if not prompt:
+        assert group.prompt_logprobs is None
+        return
+    own = group.prompt_logprobs.logprobs.tolist()
+    assert own == [-(token % 64) / 32 for token in prompt]
+    check_tops(group.prompt_logprobs, made_up_alternatives(prompt, own, of_prompt, VOCAB))
+
+
+def check_tops(found, made_up):
+    assert np.array_equal(found.ranks, made_up[:, 0, 0])
+    assert np.array_equal(found.logprobs, made_up[:, 1, 0])
+    assert np.array_equal(found.top_ids, made_up[:, 0, 1:])
+    assert np.array_equal(found.top_logprobs, made_up[:, 1, 1:])
 
 
 async def roll(client, number=0, **options):

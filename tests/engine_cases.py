@@ -61,6 +61,7 @@ class Response(msgspec.Struct):
     logprobs: list[float] = []
     ends: list[ChunkEnd] = []
     failures: list[str] = []
+    beside: list[dict[str, Any]] = []
 
     @property
     def finish(self) -> tuple[str, str]:
@@ -85,6 +86,7 @@ def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
             assert len(generated.token_ids) == len(generated.logprobs) > 0
             responses[generated.request_id].tokens += generated.token_ids
             responses[generated.request_id].logprobs += generated.logprobs
+            responses[generated.request_id].beside.append(generated.beside)
         for end in output.ended:
             responses[end.request_id].ends.append(end)
         for failure in output.failed:

@@ -107,7 +107,7 @@ def check_registry(machine: RequestMachine) -> None:
     assert registry.unfinished_requests == sum(group.size for group in unfinished)
     assert registry.unfinished_requests + registry.trajectories.awaited <= limits.max_requests
     check_trajectories(registry)
-    assert registry.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
+    assert registry.unfinished_tokens == sum(group.held for group in unfinished) <= limits.unfinished_tokens
     assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)
     assert registry.finished_tokens == sum(group.tokens for group in registry.finished.values())
     assert registry.finished_tokens <= limits.result_tokens or len(registry.finished) == 1

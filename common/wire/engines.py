@@ -137,19 +137,23 @@ class ChunkResult(msgspec.Struct, array_like=True):
 
 
 class ChunkTokens(msgspec.Struct, array_like=True):
-    """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: those after `start`."""
+    """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: those after `start`.
+
+    `beside`: what is known already of what comes beside them.
+    """
 
     request_id: str
     attempt: int
     count: int
     start: int
+    beside: Sizes = {}
 
 
 class ChunksDone(Message, tag=True):
     """All chunks that ended in the same flush of an engine, and what streamed chunks have generated since.
 
     `tokens`/`logprobs` are flat over `results`, then over `going_on`. A result's tokens are those that did
-    not come before it. `beside` is flat over results, and over the kinds of each; None if there is nothing.
+    not come before it. `beside` is flat likewise, and over the kinds of each; None if there is nothing.
     """
 
     weight_version: int

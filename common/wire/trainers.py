@@ -174,6 +174,7 @@ class TokensGenerated(Message, tag=True):
 
     `index` counts the prompt's own responses from 0. Some may be left out for a trainer that reads slowly:
     `GroupDone` has all. After a restart of the buffer they may be sent again: the same, if the weights are.
+    `beside` has each token's alternatives, if they were asked for.
     """
 
     rollout_id: ShortStr
@@ -184,6 +185,8 @@ class TokensGenerated(Message, tag=True):
     logprobs: Logprobs
     submission: SubmissionNumber = 0
     weight_version: int = 0
+    beside_sizes: Sizes = {}
+    beside: Bytes | None = None
 
 
 class Progress(Message, tag=True):

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from seer.common import wire
+from seer.common import beside, wire
 from seer.common.clock import Clock
 from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
@@ -38,7 +38,7 @@ from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
-from seer.services.buffer.response_store import TOKEN_BYTES, Store, SubmittedPrompt
+from seer.services.buffer.response_store import Store, SubmittedPrompt
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer waits for trainers to acknowledge the last results."""
@@ -233,16 +233,18 @@ class Conductor:
             return
         rollout_id, _, prompt_id = group_id.partition("/")
         to = item.address, item.submission
-        start, tokens, logprobs = self._store.unsent(group_id, index, to)
+        start, unsent = self._store.unsent(group_id, index, to)
         generated = wire.TokensGenerated(
             rollout_id=rollout_id,
             prompt_id=prompt_id,
             index=index,
             start=start,
-            tokens=tokens,
-            logprobs=logprobs,
+            tokens=unsent.tokens,
+            logprobs=unsent.logprobs,
             submission=item.submission,
             weight_version=live.version,
+            beside_sizes=beside.sizes(unsent.beside),
+            beside=beside.flat([unsent.beside]),
         )
         if self._out.incarnation(item.address, generated):
             self._store.sent(group_id, index, to)
@@ -283,7 +285,7 @@ class Conductor:
             case instructions.Restore(group_id):
                 self._store.restore(group_id, self._kept.restore(group_id), self._live())
             case instructions.Deliver(address, group_id):
-                size = self._store.tokens(group_id) * TOKEN_BYTES
+                size = self._store.size(group_id)
                 self._deliver(self._deliveries.add(address, group_id, size))
                 self.conversations.answered(group_id, self._store.output(group_id))
             case instructions.Forget(group_id):

@@ -141,7 +141,7 @@ class EngineConnections:
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         parts: list[wire.ChunkResult | wire.ChunkTokens] = [*done.results, *done.going_on]
-        counts, sizes = [part.count for part in parts], [result.beside for result in done.results]
+        counts, sizes = [part.count for part in parts], [part.beside for part in parts]
         extra = 0 if done.beside is None else len(done.beside)
         if (
             min(counts, default=0) < 0
@@ -168,8 +168,8 @@ class EngineConnections:
         if done.weight_version != self._requests.weight_version and engine in self._requests.instances:
             self._conductor.give_up([engine], f"it sent tokens of weight version {done.weight_version}")
             return
-        start, beside_each = 0, [*beside.split(done.beside, sizes), *[{}] * len(done.going_on)]
-        for part, extras in zip(parts, beside_each, strict=True):
+        start = 0
+        for part, extras in zip(parts, beside.split(done.beside, sizes), strict=True):
             end = start + part.count
             happened = (
                 events.TokensArrived(engine, part)

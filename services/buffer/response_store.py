@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from seer.common import ids, wire
+from seer.common import beside, ids, wire
 from seer.common.types import Placed, SamplingParams, TurnSpec
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import Finish, Output, Outputs
@@ -115,22 +115,31 @@ class Store:
         """Return the first response of a group so far: int32 [length], a view."""
         return _tokens(self._groups[group_id].outputs[0])
 
-    def unsent(self, group_id: str, index: int, to: Recipient) -> tuple[int, wire.Tokens, wire.Logprobs]:
-        """Return how many tokens of a response were sent to a recipient, and copies of the others."""
+    def unsent(self, group_id: str, index: int, to: Recipient) -> tuple[int, Output]:
+        """Return how many tokens of a response were sent to a recipient, and copies of the others.
+
+        Beside these are their alternatives alone: what else there is comes with the group.
+        """
         recipient, sent = self._sent.get(group_id, {}).get(index, (to, 0))
         output, sent = self._groups[group_id].outputs[index], sent if recipient == to else 0
         tokens, logprobs = (bytes(memoryview(each)[4 * sent :]) for each in (output.tokens, output.logprobs))
-        return sent, np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
+        tops = beside.tail(beside.TOP_LOGPROBS, _views(output), sent)
+        copies = {kind: data.copy() for kind, data in tops.items()}
+        return sent, Output(
+            np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32), ("", ""), copies
+        )
 
     def sent(self, group_id: str, index: int, to: Recipient) -> None:
         """Note that all tokens of a response were sent to a recipient."""
         length = len(self._groups[group_id].outputs[index].tokens) // 4
         self._sent.setdefault(group_id, {})[index] = to, length
 
-    def tokens(self, group_id: str) -> int:
-        """Return how many tokens a group has so far, its prompt's included."""
+    def size(self, group_id: str) -> int:
+        """Return how many bytes a group has so far, its prompt and what is beside its tokens included."""
         group = self._groups[group_id]
-        return len(group.prompt.tokens) + sum(len(each.tokens) for each in group.outputs.values()) // 4
+        outputs = group.outputs.values()
+        extras = sum(len(data) for each in outputs for data in each.beside.values())
+        return TOKEN_BYTES * len(group.prompt.tokens) + sum(2 * len(each.tokens) for each in outputs) + extras
 
     def restore(self, group_id: str, outputs: Outputs, weights: Weights) -> None:
         """Set the outputs of a group to what an earlier incarnation of the buffer kept of them."""
@@ -149,7 +158,7 @@ class Store:
         outputs = {
             index: Output(
                 _tokens(output), np.frombuffer(output.logprobs, np.float32), output.finish,
-                {kind: np.frombuffer(data, np.uint8) for kind, data in output.beside.items()},
+                _views(output),
             )
             for index, output in group.outputs.items()
         }  # fmt: skip
@@ -186,7 +195,7 @@ class Store:
         group = self._groups[state.group_id]
         outputs = [group.outputs[index] for index in range(group.prompt.n)]
         tokens = [_tokens(output) for output in outputs]
-        beside = [data for output in outputs for data in output.beside.values()]
+        extras = beside.flat([_views(output) for output in outputs])
         return wire.GroupDone(
             rollout_id=state.rollout.rollout_id,
             prompt_id=state.prompt_id,
@@ -202,8 +211,8 @@ class Store:
             preemptions=state.counters["preemptions"],
             submission=state.submission,
             params_digest=group.prompt.params_digest,
-            beside_sizes=[_sizes(output) for output in outputs] if beside else [],
-            beside=np.frombuffer(b"".join(beside), np.uint8) if beside else None,
+            beside_sizes=[] if extras is None else [_sizes(output) for output in outputs],
+            beside=extras,
         )
 
     def forget(self, group_id: str) -> None:
@@ -214,12 +223,17 @@ class Store:
 
 def _output(chunk: Output) -> _Output:
     tokens, logprobs = (bytearray(array.tobytes()) for array in (chunk.tokens, chunk.logprobs))
-    beside = {kind: bytearray(data.data) for kind, data in chunk.beside.items()}
-    return _Output(tokens, logprobs, chunk.finish, beside)
+    extras = {kind: bytearray(data.data) for kind, data in chunk.beside.items()}
+    return _Output(tokens, logprobs, chunk.finish, extras)
 
 
 def _sizes(output: _Output) -> wire.Sizes:
     return {kind: len(data) for kind, data in output.beside.items()}
+
+
+def _views(output: _Output) -> dict[str, wire.Bytes]:
+    """Return what comes beside tokens, as views."""
+    return {kind: np.frombuffer(data, np.uint8) for kind, data in output.beside.items()}
 
 
 def _tokens(output: _Output) -> wire.Tokens:

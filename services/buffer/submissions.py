@@ -148,6 +148,7 @@ def _check(submit: wire.Submit) -> None:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
     _check_places(submit)
     _check_turns(submit)
+    submit.sampling.check_alternatives(submit.n, max(submit.lengths, default=0))
     for place, (images, length) in enumerate(zip(submit.images, submit.lengths, strict=False)):
         check_placed(images, length, f"images[{place}]")
 

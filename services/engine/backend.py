@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from seer.common.beside import Array
 from seer.common.errors import InvalidField, Unsampleable
 from seer.common.prepared_image import PreparedImage
 from seer.common.sleep import SleepLevel, SleepState
@@ -63,6 +64,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         """Where this turn's output begins: its limits, stop strings and penalties count from here."""
         return self.turn_start or self.prompt_len
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """`SamplingParams.prompt_logprobs` for the first chunk of a prompt's first response; else None."""
+        first = len(self.tokens) == self.counts_from > 1 and self.request_id.endswith("#0")
+        return self.sampling.prompt_logprobs if first else None
+
     def check_positions(self) -> None:
         """Raise `InvalidField` if `prompt_len` or `turn_start` does not lie within the tokens."""
         known = len(self.tokens)
@@ -74,12 +81,16 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, kw_only=True):
-    """New tokens of one chunk from one step, with one logprob each."""
+    """New tokens of one chunk from one step, with one logprob each.
+
+    `beside`: what comes beside them, by word (`common/beside.py`); with the first, also beside their prompt.
+    """
 
     request_id: str
     attempt: int
     token_ids: list[int]
     logprobs: list[float]
+    beside: dict[str, Array] = {}
 
 
 class ChunkEnd(msgspec.Struct, kw_only=True):

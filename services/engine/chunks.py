@@ -17,7 +17,7 @@ from seer.common.errors import InvalidField
 from seer.common.policy.draft_costs import from_percent
 from seer.common.prepared_image import PreparedImage
 from seer.common.types import check_placed
-from seer.services.engine.backend import Chunk, ChunkEnd, PlacedImage, Routes
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedImage, Routes
 
 Place = tuple[str, int]
 """A group in which drafts are shared, and a response's index there."""
@@ -28,8 +28,8 @@ class RunningChunk:
     """A running chunk; `length` counts the response's tokens after its prompt, this chunk's included.
 
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
-    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `routes_from`:
-    see `Chunk`.
+    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `extras`: what
+    comes beside the others, by word. `routes_from`: see `Chunk`.
     """
 
     group_id: str
@@ -43,11 +43,27 @@ class RunningChunk:
     stream: bool = False
     sent: int = 0
     routes_from: int | None = None
+    extras: dict[str, list[beside.Array]] = field(default_factory=dict)
 
     @property
     def place(self) -> Place:
         """Its group and its index there."""
         return self.group_id, self.index
+
+    def add(self, generated: Generated) -> None:
+        """Add what a step has generated."""
+        self.tokens += generated.token_ids
+        self.logprobs += generated.logprobs
+        self.length += len(generated.token_ids)
+        for word, array in generated.beside.items():
+            self.extras.setdefault(word, []).append(array)
+
+    def take_beside(self, routes: Routes | None = None) -> dict[str, wire.Bytes]:
+        """Return what comes beside the tokens that were not sent, by kind; it counts as sent."""
+        arrays, self.extras = {word: np.concatenate(parts) for word, parts in self.extras.items()}, {}
+        if routes is not None:
+            arrays[beside.ROUTED_EXPERTS] = routes
+        return beside.packed(arrays)
 
 
 def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ()) -> RunningChunk:
@@ -112,7 +128,8 @@ def done_message(
     What they stream counts as sent from then on: if the message is lost, the buffer runs these chunks again.
     """
     runs = [run for _, run in ended] + list(going_on.values())
-    routes = [end.routes for end, _ in ended if end.routes is not None]
+    extras = [run.take_beside(end.routes) for end, run in ended]
+    extras += [run.take_beside() for run in going_on.values()]
     message = wire.ChunksDone(
         weight_version=weight_version,
         results=[
@@ -126,22 +143,18 @@ def done_message(
                 end.drafted,
                 end.accepted,
                 run.sent,
-                {} if end.routes is None else {_kind(end.routes): end.routes.nbytes},
+                beside.sizes(extra),
             )
-            for end, run in ended
+            for (end, run), extra in zip(ended, extras, strict=False)
         ],
         tokens=np.fromiter((token for run in runs for token in run.tokens[run.sent :]), dtype=np.int32),
         logprobs=np.fromiter((value for run in runs for value in run.logprobs[run.sent :]), dtype=np.float32),
         going_on=[
-            wire.ChunkTokens(request_id, run.attempt, len(run.tokens) - run.sent, run.sent)
-            for request_id, run in going_on.items()
+            wire.ChunkTokens(name, run.attempt, len(run.tokens) - run.sent, run.sent, beside.sizes(extra))
+            for (name, run), extra in zip(going_on.items(), extras[len(ended) :], strict=True)
         ],
-        beside=np.concatenate([each.reshape(-1).view(np.uint8) for each in routes]) if routes else None,
+        beside=beside.flat(extras),
     )
     for run in going_on.values():
         run.sent = len(run.tokens)
     return message
-
-
-def _kind(routes: Routes) -> str:
-    return beside.kind_of(beside.ROUTED_EXPERTS, routes)

@@ -340,11 +340,9 @@ class EngineServer:
             run = self.running.get(generated.request_id)
             if run is None or run.serial != generated.attempt:
                 continue
-            run.tokens += generated.token_ids
-            run.logprobs += generated.logprobs
             if self._uses_dgds:
                 self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
-            run.length += len(generated.token_ids)
+            run.add(generated)
             if run.stream and generated.token_ids:
                 self._unsent[generated.request_id] = run
                 self._streaming.set()

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from cluster_harness import check_routes, running
+from cluster_harness import check_alternatives, check_routes, running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
@@ -26,7 +26,7 @@ async def collect(client, **options):
     rollout = await client.submit(
         PROMPTS,
         n=4,
-        sampling=SamplingParams(max_tokens=600, routed_experts_from=0),
+        sampling=SamplingParams(max_tokens=600, routed_experts_from=0, top_logprobs=3, prompt_logprobs=2),
         rollout_id="r",
         **options,
     )
@@ -38,6 +38,7 @@ def ran(groups, cluster, generated=0):
     responses = {(g.prompt_id, r.index): r for g in groups for r in g.responses}
     for group in groups:
         check_routes(group)
+        check_alternatives(group, 3, 2)
     return Ran(
         {key: (r.token_ids.tolist(), r.finish_reason) for key, r in responses.items()},
         {key: r.logprobs.tolist() for key, r in responses.items()},

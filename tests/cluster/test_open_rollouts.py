@@ -4,13 +4,14 @@ import asyncio
 from itertools import chain
 
 import pytest
-from cluster_harness import check_routes, folder, running
+from cluster_harness import VOCAB, check_alternatives, check_routes, check_tops, folder, running
 from invariants import check
 from msgspec import structs
 from virtual_time import eventually, virtual
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig
+from seer.services.engine.replay.backend import made_up_alternatives
 
 SAMPLING = SamplingParams(max_tokens=100)
 PROMPTS = {f"p{number}": [*range(1, 3 + number)] for number in range(6)}
@@ -118,13 +119,15 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
     async with running(engines=2, buffer=config) as cluster, cluster.client() as client:
         expected = await submitted(client)
         rollout = client.open_rollout(repeat=True)
-        sampling = structs.replace(SAMPLING, routed_experts_from=1)
+        sampling = structs.replace(SAMPLING, routed_experts_from=1, top_logprobs=2, prompt_logprobs=0)
         prompts = {name: asked(rollout, name, n=N, stream=True, sampling=sampling) for name in PROMPTS}
         pieces: dict[tuple[str, int], list[list[int]]] = {}
 
         async def read(name):
             async for delta in prompts[name].tokens():
-                pieces.setdefault((name, delta.index), []).append(delta.token_ids.tolist())
+                tokens, logprobs = delta.token_ids.tolist(), delta.logprobs.tolist()
+                pieces.setdefault((name, delta.index), []).append(tokens)
+                check_tops(delta.top_logprobs, made_up_alternatives(tokens, logprobs, 2, VOCAB))
 
         reading = [asyncio.create_task(read(name)) for name in PROMPTS]
         await eventually(lambda: sum(map(len, pieces.values())) > 20)
@@ -138,6 +141,7 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
         assert max(map(len, pieces.values())) > 4  # not all at the end
         for prompt in prompts.values():
             check_routes(await prompt.result(), 1)
+            check_alternatives(await prompt.result(), 2, 0)
 
 
 @virtual

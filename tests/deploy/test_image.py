@@ -45,6 +45,7 @@ NEED_EXTRA = {
     f"{ENGINE}.sampling.sampler": "torch",
     f"{ENGINE}.sampling.slot_rows": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
+    f"{ENGINE}.sampling.top_logprobs": "torch",
     f"{ENGINE}.sampling.triton_kernels": "triton",
     f"{ENGINE}.sampling.triton_launch": "torch",
     f"{ENGINE}.sampling.triton_sampler": "torch",

@@ -160,7 +160,7 @@ async def test_refusals_are_typed(buffer: FakeBuffer, code: str, cls: type[Excep
     assert info.value.prompt_ids == ("0", "1")
 
 
-THREE_BYTES = np.zeros(3, np.uint8)
+THREE_BYTES, UNASKED = np.zeros(3, np.uint8), np.zeros(8, np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,11 @@ THREE_BYTES = np.zeros(3, np.uint8)
         (None, {"beside": THREE_BYTES}, "3 bytes beside the tokens where 0"),
         (None, {"beside": THREE_BYTES, "beside_sizes": [{}, {"routed_experts |u1 2": 3}]}, "cannot be read"),
         (None, {"beside": THREE_BYTES, "beside_sizes": [{}, {"routed_experts |O8 1": 3}]}, "cannot be read"),
+        (
+            None,
+            {"beside": UNASKED, "beside_sizes": [{"prompt_logprobs <f4 2 1": 8}, {}]},
+            r"\(1, 2, 1\), not None",
+        ),
     ],
 )
 async def test_a_malformed_group_or_one_made_for_something_else_is_an_error_not_a_result(

@@ -115,6 +115,19 @@ def test_past_the_bound_on_unfinished_output_the_youngest_fail():
     assert set(machine.groups) == {"r/p", "r/q"}
 
 
+def test_what_comes_beside_tokens_counts_as_they_do():
+    machine = make(engines=("a",), unfinished_tokens=40)
+    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=64), instructions.Dispatch)
+    result = wire.ChunkResult(dispatch.request_id, dispatch.attempt, 1, "", "", 0, beside={"x |u1 1": 8 * 39})
+    assert not pick(machine.apply(events.ChunkEnded("a", result), 0.0), wire.Refused)
+    check(machine)
+    (dispatch,) = machine.requests
+    request = machine.requests[dispatch]
+    result = wire.ChunkResult(dispatch, request.attempt, 1, "", "", 0)
+    refused = pick(machine.apply(events.ChunkEnded("a", result), 0.0), wire.Refused)
+    assert [each.prompt_ids for each in refused] == [["p"]]
+
+
 def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built():
     machine = make(engines=("a",), max_requests=1000)
     specs = [events.GroupSpec(str(i), 1) for i in range(4096)]

@@ -53,6 +53,10 @@ def test_defaults_and_every_bound_are_accepted():
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {3: 101.0}),
         ("logit_bias", {3: math.nan}),
+        ("top_logprobs", -1),
+        ("top_logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", 0.5),
     ],
 )
 def test_the_field_that_cannot_be_accepted_is_named(field, value):
@@ -122,3 +126,16 @@ def test_room_is_the_longest_chunk_that_is_held(blocks, size, length, drafts, co
     room = capacity.room(context)
     assert capacity.holds(context, room)
     assert not capacity.holds(context, room + 1)
+
+
+def test_alternatives_are_bounded_and_are_not_of_processed_logits():
+    asked = SamplingParams(max_tokens=2**18, top_logprobs=7, prompt_logprobs=20)
+    asked.check()
+    asked.check_alternatives(8, 2**18)
+    with pytest.raises(InvalidField, match=r"top_logprobs = 7: makes up to 18874368 logprobs"):
+        asked.check_alternatives(9, 1)
+    with pytest.raises(InvalidField, match="prompt_logprobs = 20"):
+        asked.check_alternatives(1, 2**20)
+    SamplingParams(max_tokens=2**24).check_alternatives(4096, 2**24)
+    with pytest.raises(InvalidField, match="top_logprobs = 0: needs logprobs scaled or raw"):
+        SamplingParams(logprobs="processed", top_logprobs=0).check()

@@ -273,10 +273,14 @@ class GroupRegistry:
 
     # --- open and finished groups --------------------------------------------------------
 
-    def keep(self, group: GroupState, count: int, out: Out) -> None:
-        """Count output tokens of an open group; over the limit, the youngest groups that have tokens fail."""
+    def keep(self, group: GroupState, count: int, out: Out, beside: int = 0) -> None:
+        """Count output tokens of an open group; over the limit, the youngest groups that have tokens fail.
+
+        The bytes `beside` them count as tokens of 8 bytes each.
+        """
         group.kept += count
-        self.unfinished_tokens += count
+        group.beside += beside // 8
+        self.unfinished_tokens += count + beside // 8
         if self.unfinished_tokens <= self._limits.unfinished_tokens:
             return
         most = self._limits.unfinished_tokens
@@ -294,7 +298,7 @@ class GroupRegistry:
         group.finished_at = now
         group.rollout.groups_finished += 1
         self.unfinished_requests -= group.size
-        self.unfinished_tokens -= group.kept
+        self.unfinished_tokens -= group.held
         self.finished[group.group_id] = group
         self.finished_tokens += group.tokens
         if not self.trajectories.ended(group, estimate, now):
@@ -431,7 +435,7 @@ class GroupRegistry:
             out.append(wire.GroupClosed(group_id=group.group_id))
         if not group.done:
             self.unfinished_requests -= group.size
-            self.unfinished_tokens -= group.kept
+            self.unfinished_tokens -= group.held
         group.results = []  # they refer to the group: a cycle would wait for the garbage collector
         del self.groups[group.group_id]
         del group.rollout.members[group.group_id]

@@ -313,7 +313,7 @@ class RequestMachine:
             else:
                 self.scheduler.wait(result.request_id)
         group = request.group
-        self.registry.keep(group, result.count, out)
+        self.registry.keep(group, result.count, out, sum(result.beside.values()))
         if group.group_id not in self.groups:
             return  # there was no room for it
         if not group.unfinished:
@@ -340,7 +340,7 @@ class RequestMachine:
         request.view.generated += count
         self._count(request, "tokens", count)
         out.append(Keep(request_id))
-        self.registry.keep(group, count, out)
+        self.registry.keep(group, count, out, sum(part.beside.values()))
         if group.group_id in self.groups:  # else there was no room for it
             out.append(Stream(request_id, group.rollout.address, group.submission))
 

@@ -84,7 +84,8 @@ class GroupState(msgspec.Struct, array_like=True):
     """All requests of one prompt.
 
     `held_since`: set while the group waits to be opened, for weights of version `awaits` (-1: any) or an
-    engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
+    engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far,
+    `beside`: what came beside them, in 8 bytes, as a token and its logprob have.
     `earlier`: what an earlier incarnation of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
     empty: unknown. `shared_id`, `first_index`, `turn`, `image_tokens` and `stream` are as in `GroupSpec`; as
@@ -113,6 +114,7 @@ class GroupState(msgspec.Struct, array_like=True):
     image_tokens: int = 0
     missing: list[str] = field(default_factory=list)
     stream: bool = False
+    beside: int = 0
 
     @property
     def opened(self) -> GroupOpened:
@@ -139,9 +141,14 @@ class GroupState(msgspec.Struct, array_like=True):
         return view
 
     @property
+    def held(self) -> int:
+        """What is held of its output, in 8 bytes."""
+        return self.kept + self.beside
+
+    @property
     def tokens(self) -> int:
-        """Prompt tokens and output kept so far."""
-        return self.prompt_len + self.kept
+        """What is held of it, its prompt included, in 8 bytes."""
+        return self.prompt_len + self.held
 
     @property
     def done(self) -> bool:

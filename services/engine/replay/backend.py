@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from msgspec import structs
 
+from seer.common.beside import PROMPT_LOGPROBS, TOP_LOGPROBS, Array
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
 from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
@@ -178,6 +179,7 @@ class ReplayBackend:
                     attempt=run.chunk.attempt,
                     token_ids=run.token_ids[done - 1 : done],
                     logprobs=run.logprobs[done - 1 : done],
+                    beside=self._beside(run, done - 1),
                 )
             )
         self._steps += 1
@@ -186,6 +188,19 @@ class ReplayBackend:
         seconds = self._config.replay.step_seconds + len(step.ran) * self._config.replay.row_seconds
         ended = [self._end(sequence) for sequence in step.ended]
         return StepOutput(generated=generated, ended=ended, seconds=seconds)
+
+    def _beside(self, run: _Run, place: int) -> dict[str, Array]:
+        """Return what comes beside the token in a place of a chunk, and with its first beside the prompt."""
+        found, vocab, chunk = {}, self._config.replay.vocab_size, run.chunk
+        tokens, logprobs, top = run.token_ids, run.logprobs, chunk.sampling.top_logprobs
+        if top is not None:
+            one = slice(place, place + 1)
+            found[TOP_LOGPROBS] = made_up_alternatives(tokens[one], logprobs[one], top, vocab)
+        if chunk.prompt_logprobs is not None and place == 0:
+            prompt = chunk.tokens[1:]
+            own = [-(token % 64) / 32 for token in prompt]
+            found[PROMPT_LOGPROBS] = made_up_alternatives(prompt, own, chunk.prompt_logprobs, vocab)
+        return found
 
     def _end(self, sequence: Sequence) -> ChunkEnd:
         run = self._runs.pop(sequence.name)
@@ -250,6 +265,14 @@ def made_up_routes(tokens: list[int]) -> Routes:
     """Return expert ids [tokens, 3 layers, 2] for tokens that no model reads: a function of each."""
     places = np.arange(6, dtype=np.int64).reshape(3, 2)
     return ((np.array(tokens, np.int64)[:, None, None] * 7 + places) % 8).astype(np.uint8)
+
+
+def made_up_alternatives(tokens: list[int], logprobs: list[float], top: int, vocab: int) -> Array:
+    """Return alternatives as `common/beside.py` has them: each token is the best, the next ones follow."""
+    places, own = np.arange(top), np.array(logprobs)[:, None]
+    ids = (np.array(tokens)[:, None] + places) % vocab
+    numbers = np.concatenate([np.ones_like(own), ids], axis=1)
+    return np.stack([numbers, np.concatenate([own, own - places], axis=1)], axis=1).astype("<f4")
 
 
 def image_salt(images: Iterable[PlacedImage]) -> int:

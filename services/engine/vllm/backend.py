@@ -41,7 +41,7 @@ from seer.services.engine.vllm.drafts.step_times import step_costs
 from seer.services.engine.vllm.images import Images
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing
 from seer.services.engine.vllm.probe import Probe
-from seer.services.engine.vllm.requests import engine_request
+from seer.services.engine.vllm.requests import engine_request, logprobs_beside
 from seer.services.engine.vllm.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -397,9 +397,10 @@ class VllmBackend:
             run.left -= len(tokens)
             result.generated.append(
                 Generated(
-                    request_id=chunk.request_id, attempt=chunk.attempt, token_ids=tokens, logprobs=logprobs
+                    request_id=chunk.request_id, attempt=chunk.attempt, token_ids=tokens, logprobs=logprobs,
+                    beside=logprobs_beside(output, chunk, len(tokens)),
                 )
-            )
+            )  # fmt: skip
         if stop_string is not None:
             if ended is None:
                 self.core.stop(output.request_id)

@@ -42,6 +42,8 @@ def check_chunk(
     if chunk.wait_for_room and worst > capacity.kv_blocks:
         fix = f"needs {worst} KV blocks, this engine has {capacity.kv_blocks}: it could never start"
         raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)
+    for name in ("top_logprobs", "prompt_logprobs"):
+        _check_bounds(f"sampling.{name}", getattr(sampling, name) or 0, 0, vocab, f"there are {vocab} tokens")
     _check_ids("tokens", chunk.tokens, vocab)
     _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
     _check_ids("sampling.logit_bias", sampling.logit_bias, vocab)

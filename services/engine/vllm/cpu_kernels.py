@@ -50,6 +50,9 @@ def register() -> None:
             f"{inputs}._post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
             f"{inputs}._expand_idx_mapping_kernel": expand_idx_mapping,
             f"{module}.mm.rope._prepare_rope_positions_kernel": prepare_rope_positions,
+            f"{module}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": prompt_logprobs_token_ids,
+            f"{module}.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
+            f"{module}.sample.logprob._ranks_kernel": ranks,
         }
     )
 
@@ -226,6 +229,39 @@ def prepare_rope_positions(
         base, begin, end = NUM_DIMS * slots[row], done[row], done[row] + lengths[row]
         known = prefill_positions.numpy()[base : base + NUM_DIMS, begin:end]
         out[:, starts[row] : starts[row] + lengths[row]] = known
+
+
+def prompt_logprobs_token_ids(
+    next_tokens: Tensor, query_start_loc: Tensor, idx_mapping: Tensor, num_computed: Tensor,
+    all_token_ids: Tensor, _stride: int, **_: object,
+) -> None:  # fmt: skip
+    """Write the token that follows on each token of this step; 0 behind the last that is known."""
+    out, known, slots = next_tokens.numpy(), all_token_ids.numpy(), idx_mapping.numpy()
+    starts, lengths = _spans(query_start_loc, len(slots))
+    out[:] = 0
+    for slot, start, length in zip(slots, starts, lengths, strict=True):
+        first = int(num_computed[slot]) + 1
+        following = known[slot, first : first + length]
+        out[start : start + len(following)] = following
+
+
+def topk_log_softmax(
+    out: Tensor,
+    logits: Tensor,
+    _stride: int,
+    ids: Tensor,
+    _ids_stride: int,
+    _top: int,
+    _vocab: int,
+    **_: object,
+) -> None:
+    """Write the logprobs of these tokens of each row."""
+    out.copy_(logits.float().log_softmax(dim=-1).gather(1, ids))
+
+
+def ranks(out: Tensor, logits: Tensor, _stride: int, ids: Tensor, _vocab: int, **_: object) -> None:
+    """Write how many tokens are at least as likely as that one of each row."""
+    out.copy_((logits >= logits.gather(1, ids.long()[:, None])).sum(dim=-1))
 
 
 class FreshBlocks:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
+from seer.common.beside import PROMPT_LOGPROBS, TOP_LOGPROBS, Array
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.checks import token_budget, tokens_left
 from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 EXTRA = "seer"
 """Key of `ExtraArgs` in vLLM's `SamplingParams.extra_args`."""
@@ -65,11 +67,32 @@ def engine_request(
         continues=chunk.parks or token_budget(chunk) < tokens_left(chunk), parks=chunk.parks,
         acceptance=chunk.acceptance, probe=chunk.probe,
     )  # fmt: skip
+    top = chunk.sampling.top_logprobs
     params = SamplingParams(
         temperature=0.0, max_tokens=token_budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
-        detokenize=False, logprobs=0, extra_args={EXTRA: extra},
+        detokenize=False, logprobs=0 if top is None else max(1, top),
+        prompt_logprobs=chunk.prompt_logprobs, extra_args={EXTRA: extra},
     )  # fmt: skip
     return EngineCoreRequest(
         request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=images, sampling_params=params,
         pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
     )  # fmt: skip
+
+
+def logprobs_beside(output: EngineCoreOutput, chunk: Chunk, tokens: int) -> dict[str, Array]:
+    """Return what a step's output has beside a chunk's new `tokens`, and beside its prompt, by word."""
+    found, top = {}, chunk.sampling.top_logprobs
+    if top is not None:
+        ids, values, ranks, _ = output.new_logprobs
+        found[TOP_LOGPROBS] = _packed(ids[:tokens, : 1 + top], values[:tokens, : 1 + top], ranks[:tokens])
+    if output.new_prompt_logprobs_tensors is not None:
+        parts = output.new_prompt_logprobs_tensors
+        of_prompt = parts.logprob_token_ids, parts.logprobs, parts.selected_token_ranks
+        found[PROMPT_LOGPROBS] = _packed(*(each.numpy() for each in of_prompt))
+    return found
+
+
+def _packed(ids: Array, values: Array, ranks: Array) -> Array:
+    """Return logprobs as `common/beside.py` has them; ids and values [tokens, 1 + k] begin with own ones."""
+    numbers = np.concatenate([ranks[:, None], ids[:, 1:]], axis=1)
+    return np.stack([numbers, values], axis=1).astype("<f4")

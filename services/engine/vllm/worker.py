@@ -1,7 +1,7 @@
 """Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
-- vLLM's sampler, log-softmax and ranks never run: `slot_sampler` takes their place;
+- vLLM's sampler never runs, and its log-softmax and ranks only for prompts: `slot_sampler` takes their place;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 

@@ -53,7 +53,7 @@ def request_hashes(
     `images`: the names of its images. The sampling parameters, which may be long, are hashed once, without
     what only adds to an answer: who asks for that gets the same tokens.
     """
-    sampling = structs.replace(sampling, routed_experts_from=None)
+    sampling = structs.replace(sampling, routed_experts_from=None, top_logprobs=None, prompt_logprobs=None)
     sampled = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
     hashes = []
     for token_ids in prompts:

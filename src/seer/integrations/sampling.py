@@ -18,7 +18,9 @@ from seer.client.results import Response
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 
-FIELDS = frozenset(SamplingParams.__struct_fields__) - {"logprobs", "routed_experts_from"}
+FIELDS = frozenset(SamplingParams.__struct_fields__) - {
+    "logprobs", "routed_experts_from", "top_logprobs", "prompt_logprobs",
+}  # fmt: skip
 
 
 def expert_ids(response: Response) -> npt.NDArray[np.uint8] | npt.NDArray[np.int32] | None:

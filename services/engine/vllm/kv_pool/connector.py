@@ -94,7 +94,8 @@ class SeerStoreConnector(MooncakeStoreConnector):
     ) -> tuple[int | None, bool]:
         """Return how many tokens the pool has beyond those computed; None until the look-up is done."""
         pull_tokens = self.pull_tokens
-        if request.num_tokens - num_computed_tokens <= pull_tokens:
+        # What asks for logprobs of its prompt computes all of it.
+        if request.skip_reading_prefix_cache or request.num_tokens - num_computed_tokens <= pull_tokens:
             return 0, False
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is not None and 0 < found <= pull_tokens:
