@@ -1,0 +1,127 @@
+"""What it costs to return which experts tokens went to: rollouts of a tiny mixture, with and without.
+
+    python bench/engine/routed_experts.py --layers 8 --turns 5
+
+Two systems with one engine each are up and take turns: one keeps expert ids (`engine.routed_experts`) and is
+asked for them, the other does not. Prints JSON: bytes of ids a token, medians of tokens/s and of the buffer's
+CPU us a chunk, and of the turns' ratios, with over without. Tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lib.hardware import machine
+from lib.paths import EXAMPLE
+from lib.processes import cpu_seconds
+
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.common.config import load
+from seer.local.system import LocalSystem
+
+SIDES = ("without", "with")
+
+
+def make(folder: Path, layers: int) -> None:
+    """Write a random Qwen3-MoE of the shipped model's vocabulary, 32 experts of which a token takes 8."""
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+    torch.manual_seed(11)
+    config = Qwen3MoeConfig(
+        vocab_size=66, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        num_experts=32, num_experts_per_tok=8, moe_intermediate_size=64, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((EXAMPLE / "model" / name).read_bytes())
+
+
+class Side:
+    """One system, whose rollouts return expert ids or not."""
+
+    def __init__(self, name: str, client: RolloutClient, system: LocalSystem) -> None:
+        self._first = 0 if name == "with" else None
+        self._client, self._system = client, system
+
+    async def turn(self, number: int, prompts: int, tokens: int) -> dict[str, Any]:
+        """Run one rollout of eight responses to each prompt."""
+        lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()[:prompts]
+        asked = [Prompt(str(place), text=json.loads(line)["prompt"]) for place, line in enumerate(lines)]
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, routed_experts_from=self._first)
+        begun, cpu = time.perf_counter(), cpu_seconds(self._system.pids["buffer"])
+        groups = await (await self._client.submit(asked, n=8, sampling=sampling, seed=number)).result()
+        seconds, cpu = time.perf_counter() - begun, cpu_seconds(self._system.pids["buffer"]) - cpu
+        responses = [response for group in groups for response in group.responses]
+        made = sum(len(response.token_ids) for response in responses)
+        return {
+            "tokens": [response.token_ids.tolist() for response in responses],
+            "tokens_per_s": made / seconds,
+            "buffer_us_a_chunk": 1e6 * cpu / sum(group.chunks for group in groups),
+            "bytes": sum(each.routed_experts.nbytes for each in responses if each.routed_experts is not None),
+            "read": sum(len(each.routed_experts) for each in responses if each.routed_experts is not None),
+        }
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Let both sides run the same turns."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+        make(folder, args.layers)
+        sides = {}
+        for name in SIDES:
+            config = load(None, {}, [
+                f"shared.model={folder}", "engine.max_model_len=1024", "engine.kv_cache_gib=1",
+                "pool.kind=none", f"engine.max_num_seqs={8 * args.prompts}", "drafts.source=off",
+                "log.level=warning", f"buffer.chunk_size={args.chunk}",
+                f"engine.routed_experts={str(name == 'with').lower()}",
+            ])  # fmt: skip
+            system = await stack.enter_async_context(LocalSystem(config, 1))
+            client = RolloutClient(system.endpoint, tokenizer=str(folder))
+            sides[name] = Side(name, await stack.enter_async_context(client), system)
+        turns = []
+        for number in range(-1, args.turns):
+            order = SIDES if number % 2 else SIDES[::-1]
+            turn = {name: await sides[name].turn(number + 1, args.prompts, args.tokens) for name in order}
+            if turn["with"].pop("tokens") != turn["without"].pop("tokens"):
+                raise SystemExit(f"turn {number}: tokens differ")
+            turns.append(turn)
+    turns = turns[1:]  # the first warms up
+    report: dict[str, Any] = {"bytes_a_token": round(turns[0]["with"]["bytes"] / turns[0]["with"]["read"], 1)}
+    for figure in ("tokens_per_s", "buffer_us_a_chunk"):
+        for name in SIDES:
+            report[f"{figure}_{name}"] = round(statistics.median(turn[name][figure] for turn in turns), 1)
+        ratios = [turn["with"][figure] / turn["without"][figure] for turn in turns]
+        report[f"{figure}_ratio"] = round(statistics.median(ratios), 3)
+        report[f"{figure}_ratios"] = [round(ratio, 3) for ratio in sorted(ratios)]
+    return report
+
+
+def main() -> None:
+    """Print what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8, help="with eight responses each")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    report = asyncio.run(measure(args))
+    print(json.dumps({"machine": machine("torch", "vllm"), "asked": vars(args), **report}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
