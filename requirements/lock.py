@@ -8,10 +8,10 @@ alone; `cpu.lock` has all of both, too.
 `torch-cpu.lock` stands alone, without hashes: the package index has no builds of torch for CPUs, and the
 indexes that have them differ.
 
-With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`
-and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what the trainers'
-tests run in, with all that the client needs, whose torch and transformers are not the engine's; `release`,
-what `make release` runs.
+With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`,
+`gateway-agents` and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`,
+what the trainers' tests run in, with all that the client needs, whose torch and transformers are not the
+engine's; `release`, what `make release` runs.
 
 `cuda13.lock` is asked of the package index instead, as no machine without a GPU needs its 10 GB: `lock.py
 cuda13` has pip resolve the engine for x86-64 Linux and every Python that Seer supports, on top of `core.lock`
@@ -56,6 +56,10 @@ CLIENTS = [
     "litellm", "openai", "packaging", "pytest", "pytest-asyncio", "pytest-timeout", "renderers",
     "transformers", "verifiers",
 ]  # fmt: skip
+AGENTS = [
+    "inspect-ai", "langchain-openai", "openai", "openai-agents", "pydantic-ai-slim", "pytest",
+    "pytest-asyncio", "pytest-timeout", "smolagents",
+]  # fmt: skip
 VERL = [
     "verl", "transferqueue", "qwen-vl-utils", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
     "scikit-build-core", "uvicorn",
@@ -99,6 +103,8 @@ def main() -> None:
     """Write all files that this environment is for."""
     if sys.argv[1:] == ["gateway-clients"]:
         write("gateway-clients", CLIENTS, set())
+    elif sys.argv[1:] == ["gateway-agents"]:
+        write("gateway-agents", AGENTS, set())
     elif sys.argv[1:] == ["gateway-skyrl"]:
         write("gateway-skyrl", GATEWAY_SKYRL, set(), alone=["skyrl"])
     elif sys.argv[1:] == ["release"]:
@@ -136,7 +142,7 @@ def write(file: str, roots: list[str], done: set[str], alone: Sequence[str] = ()
 
 def hashed(pins: list[str]) -> str:
     """Return pins with the hashes of all files that the package index has of them: uv asks it."""
-    python = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
+    python = f"--python-version={'.'.join(map(str, sys.version_info[:3]))}"
     command = [
         UV, "pip", "compile", "-", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
         "--no-config", "--quiet", python,

@@ -17,6 +17,12 @@ def data() -> str:
 
 
 @pytest.fixture
+def tools() -> str:
+    """URL of a gateway whose model calls `look_up` three times: `scripted.py`."""
+    return os.environ["GATEWAY_TOOLS"]
+
+
+@pytest.fixture
 def control() -> str:
     """URL for all routes."""
     return os.environ["GATEWAY_CONTROL"]

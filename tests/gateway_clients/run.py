@@ -1,7 +1,7 @@
 """Unmodified clients from their packages against a real system: `make gateway-test`.
 
-Runs the tests of this folder in this environment (TRL, and the openai that vLLM brings), and in the one whose
-interpreter is given (other versions, packages that conflict). Tests of what is not installed are skipped.
+Runs the tests of this folder in this environment (TRL, and the openai that vLLM brings), and in those whose
+interpreters are given (other versions, packages that conflict). Tests of what is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from gateway_clients.scripted import scripted  # noqa: E402
 from gateway_system import GatewaySystem  # noqa: E402
 
 ENGINE = ("engine.backend=vllm", "engine.kv_blocks=256", "engine.max_model_len=1024")
@@ -21,12 +22,12 @@ ENGINE = ("engine.backend=vllm", "engine.kv_blocks=256", "engine.max_model_len=1
 
 def main() -> int:
     """Return 0 if both environments' tests pass."""
-    with GatewaySystem(*ENGINE) as system:
+    with GatewaySystem(*ENGINE) as system, scripted() as tools:
         for name in ("buffer", "context", "dgds", "engine-0"):
             system.start(name)
         system.start_gateways({"gateway": ("gateway.tool_parser=hermes",)})
         told = {f"GATEWAY_{name.upper()}": url for name, url in system.urls["gateway"].items()}
-        environ = os.environ | told | {"GATEWAY_MODEL": str(system.model)}
+        environ = os.environ | told | {"GATEWAY_MODEL": str(system.model), "GATEWAY_TOOLS": tools}
         failed = []
         for python in (sys.executable, *sys.argv[1:]):
             print(f"--- {python}", flush=True)

@@ -245,17 +245,24 @@ async def gateway() -> AsyncIterator[Any]:
             (model / "chat_template.jinja").write_text(TEMPLATE)
         settings = GatewayConfig(tool_parser="hermes", trust_chat_templates=True)
         config = Config(shared=SharedConfig(model=str(model)), gateway=settings)
-        apps: list[Any] = []
-        make, serving._app = serving._app, lambda routes: apps.append(make(routes)) or apps[-1]
-        real, serving.BufferClient = serving.BufferClient, Replayed  # type: ignore[misc]
-        try:
-            served = Serving(config, MemoryTransport(MemoryNetwork()))
-            served.load(Control(), {})  # type: ignore[arg-type]
-        finally:
-            serving._app, serving.BufferClient = make, real  # type: ignore[misc]
-        with contextlib.closing(served._jobs):
-            await served._jobs.run("prompt", "encode", ["a"], False)
-            yield apps[-1]
+        async with application(config, Replayed) as app:
+            yield app
+
+
+@contextlib.asynccontextmanager
+async def application(config: Config, buffer: type[BufferClient]) -> AsyncIterator[Any]:
+    """Serve all routes over such a buffer; yields the ASGI application."""
+    apps: list[Any] = []
+    make, serving._app = serving._app, lambda routes: apps.append(make(routes)) or apps[-1]
+    real, serving.BufferClient = serving.BufferClient, buffer  # type: ignore[misc]
+    try:
+        served = Serving(config, MemoryTransport(MemoryNetwork()))
+        served.load(Control(), {})  # type: ignore[arg-type]
+    finally:
+        serving._app, serving.BufferClient = make, real  # type: ignore[misc]
+    with contextlib.closing(served._jobs):
+        await served._jobs.run("prompt", "encode", ["a"], False)
+        yield apps[-1]
 
 
 async def status_of(app: Any, path: str, body: bytes) -> int:
