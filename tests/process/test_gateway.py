@@ -346,10 +346,59 @@ async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
             refused(await http.post(path, content=content), 400)
     body = {"prompt": [999]}
     assert "token ids are in [0, 66)" in refused(await http.post("/v1/completions", json=body), 400)
-    for extra in ({"echo": True}, {"prompt_logprobs": 1}, {"logprobs": 5}, {"seed": 2**64}):
+    for extra in (
+        {"echo": True, "stream": True},
+        {"prompt_logprobs": 1, "stream": True},
+        {"prompt_logprobs": -1},
+        {"logprobs": 21},
+        {"top_logprobs": 2},
+        {"seed": 2**64},
+    ):
         refused(await http.post("/v1/completions", json={"prompt": "1"} | extra), 400)
     long = await http.post("/v1/completions", json={"prompt": [4] * 300_000})
     assert "longer than any engine can take: prompts of at most " in refused(long, 400)
+
+
+async def test_alternatives_and_echoed_prompts_are_in_vllms_schemas(http: httpx.AsyncClient) -> None:
+    fields = {"max_tokens": 4, "seed": 3}
+    asked = {"prompt": [4, 5, 6], "echo": True, "logprobs": 2}
+    for tokens in (0, 1, 4):  # lm-evaluation-harness has 1
+        answer = await ok(http.post("/v1/completions", json={**asked, **fields, "max_tokens": tokens}))
+        (choice,) = answer["choices"]
+        found = choice["logprobs"]
+        assert found["token_logprobs"][:3] == [None, -5 / 32, -6 / 32]
+        assert {len(each) for each in found.values()} == {3 + tokens}
+        assert found["top_logprobs"][0] is None
+        for token, own, tops in list(
+            zip(*(found[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+        )[1:]:
+            assert len(tops) == 2
+            assert tops[token] == own == max(tops.values())
+        assert choice["text"].startswith(
+            (await ok(http.post("/detokenize", json={"tokens": [4, 5, 6]})))["prompt"]
+        )
+    plain = await ok(
+        http.post("/v1/completions", json={"prompt": [4, 5, 6], "return_token_ids": True, **fields})
+    )
+    given = {"sampling_params": {**fields, "logprobs": 3, "prompt_logprobs": 0}}
+    answer = await ok(http.post("/inference/v1/generate", json={"token_ids": [4, 5, 6], **given}))
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == plain["choices"][0]["token_ids"], "who asks for more gets the same tokens"
+    assert answer["prompt_logprobs"] == [
+        None, *({str(t): {"logprob": -t / 32, "rank": 1, "decoded_token": None}} for t in (5, 6))
+    ]  # fmt: skip
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert [each["token_id"] for each in entry["top_logprobs"]] == [(token + i) % 66 for i in range(3)]
+        assert [each["rank"] for each in entry["top_logprobs"]] == [1, 2, 3]
+    messages = [{"role": "user", "content": "1"}]
+    body = {"messages": messages, **fields, "logprobs": True, "top_logprobs": 3}
+    (choice,) = (await ok(http.post("/v1/chat/completions", json=body)))["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0] == {k: entry[k] for k in ("token", "logprob", "bytes")}
+    refused(await http.post("/v1/chat/completions", json={**body, "logprobs": False}), 400)
+    many = {"prompt": "1", "n": 4096, "logprobs": 20, "max_tokens": 100}
+    assert "have at most 2097152 in an answer" in refused(await http.post("/v1/completions", json=many), 400)
 
 
 async def test_a_response_is_a_chat_s_answer(http: httpx.AsyncClient) -> None:

@@ -24,6 +24,7 @@ from seer.gateway.request_bodies import (
     GenerateBody,
     TokenizeBody,
     UpdateBody,
+    alternatives,
     read_body,
 )
 
@@ -61,11 +62,12 @@ def refused(kind: type[msgspec.Struct], fields: object) -> HttpError:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     value = STRANGE.get(name, ["x"])
-    error = refused(CompletionBody, {"prompt": "a", name: value})
+    error = refused(DetokenizeBody, {"tokens": [1], name: value})
     assert error.param == name
     assert str(error).startswith(f"{name} = ")
-    nested = refused(GenerateBody, {"token_ids": [1], "sampling_params": {name: value}})
-    assert nested.param == f"sampling_params.{name}"
+    if name != "prompt_logprobs":
+        nested = refused(GenerateBody, {"token_ids": [1], "sampling_params": {name: value}})
+        assert nested.param == f"sampling_params.{name}"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -74,13 +76,15 @@ def test_what_changes_nothing_is_accepted(name: str) -> None:
         completion(**{name: neutral})
 
 
-def test_alternatives_to_the_sampled_token_are_refused() -> None:
-    for fine in (None, 0, 1):
-        completion(logprobs=fine)
-    assert refused(CompletionBody, {"prompt": "a", "logprobs": 5}).param == "logprobs"
-    sampling = {"logprobs": 2}
-    error = refused(GenerateBody, {"token_ids": [1], "sampling_params": sampling})
-    assert error.param == "sampling_params.logprobs"
+def test_alternatives_that_there_are_not_are_refused() -> None:
+    for bad in ((21, None), (-1, None), (None, 21), (None, -1)):
+        with pytest.raises(HttpError, match=r"give 0 to 20"):
+            alternatives(SamplingParams(), *bad, ("logprobs", "prompt_logprobs"), stream=False)
+    processed = SamplingParams(logprobs="processed")
+    assert alternatives(processed, 1, None, ("a", "b"), stream=True) == processed
+    for asked in ((processed, 2, None), (SamplingParams(), 2, 0)):
+        with pytest.raises(HttpError):
+            alternatives(*asked, ("a", "b"), stream=True)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ class Generation:
     ) -> Iterator[bytes]:
         """Yield the parts for what came of the prompt whose first choice is `first`."""
         if isinstance(what, Delta):
-            yield streamed.piece(first + what.index, what.token_ids.tolist(), what.logprobs.tolist())
+            tokens, logprobs = what.token_ids.tolist(), what.logprobs.tolist()
+            yield streamed.piece(first + what.index, tokens, logprobs, what.top_logprobs)
             return
         prompt = asked.prompts[first // asked.n]
         for response in what.responses:
@@ -178,6 +179,8 @@ class Generation:
             stop_reason=_stop_reason(token_ids[-1], reason, asked.sampling),
             weight_version=group.weight_version,
             routed_experts=response.routed_experts,
+            tops=response.top_logprobs,
+            prompt_tops=group.prompt_logprobs,
         )
 
 

@@ -31,7 +31,7 @@ from seer import __version__
 from seer.client import Placed
 from seer.common.config import Config
 from seer.gateway import answers
-from seer.gateway.answers import Experts, Json, Style, base64_npy
+from seer.gateway.answers import Choice, Experts, Json, Style, base64_npy
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.generation import Asked, Generation
@@ -49,6 +49,7 @@ from seer.gateway.request_bodies import (
     GenerateBody,
     StreamOptions,
     TokenizeBody,
+    alternatives,
     read_body,
 )
 from seer.gateway.responses_answer import StreamedResponse, response_answer, response_head
@@ -61,6 +62,9 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 SHORT = 2**16
 """Characters of texts that are tokenized here, and bytes of a chat: at most 0.2 s."""
+
+MAX_SHOWN = 2**21
+"""Bound on the logprobs of tokens and alternatives in an answer."""
 
 SHORT_TOKENS = 2**13
 """Tokens that become text here."""
@@ -128,13 +132,20 @@ class GenerationRoutes:
         self._images.check_text(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
+        names, top = (f"{where}logprobs", f"{where}prompt_logprobs"), fields.logprobs or 0
+        asks = None if top == 1 else top
+        sampling = alternatives(sampling, asks, fields.prompt_logprobs, names, stream=bool(body.stream))
         if experts is not None:
             sampling = structs.replace(sampling, routed_experts_from=0)
         adapter = self._models.check(body.model)
         n = fields.group_size(where)
         asked = Asked([body.token_ids], n, sampling, fields, textual=False, adapter=adapter, converses=True)
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
-        style = Style(logprobs=fields.logprobs is not None, token_ids=True, experts=experts)
+        self._bound(asked, "sampling_params.logprobs")
+        style = Style(
+            logprobs=fields.logprobs is not None, token_ids=True, experts=experts, tops=top if top > 1 else 0,
+            prompt_tops=fields.prompt_logprobs is not None,
+        )  # fmt: skip
         if body.stream:
             return await self._streamed(request, asked, StreamedAnswer, head, style, body.stream_options)
         return await self._generation.whole(
@@ -144,16 +155,51 @@ class GenerationRoutes:
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`: prompts of text or token ids, answers of both."""
         body = await self._read(request, CompletionBody)
+        if body.echo and body.stream:
+            raise bad("echo", True, "comes with whole answers alone: leave out stream")
+        nothing = bool(body.echo) and body.max_tokens == 0
+        if nothing:  # as in vLLM, a token is generated, and not shown
+            body.max_tokens = 1
+        of_prompt = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
+        names = "logprobs", "prompt_logprobs"
+        sampling = alternatives(sampling, body.logprobs, of_prompt, names, stream=bool(body.stream))
         prompts = await self._prompt_ids(request, body)
         asked = Asked(prompts, n, sampling, body, adapter=self._models.check(body.model))
-        style = self._style(body, shown=body.logprobs is not None)
+        self._bound(asked, "logprobs")
+        style = replace(
+            self._style(body, shown=body.logprobs is not None), tops=body.logprobs or 0, echo=bool(body.echo),
+            prompt_tops=of_prompt is not None,
+        )  # fmt: skip
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
         if body.stream:
             return await self._streamed(request, asked, StreamedCompletion, head, style, body.stream_options)
-        return await self._generation.whole(
-            request, asked, lambda choices: answers.completion_answer(head, choices, n, style)
-        )
+
+        def completed(choices: list[Choice]) -> Json:
+            if body.echo:
+                choices = [self._echoed(choice, body, nothing=nothing) for choice in choices]
+            return answers.completion_answer(head, choices, n, style)
+
+        return await self._generation.whole(request, asked, completed)
+
+    def _echoed(self, choice: Choice, body: CompletionBody, *, nothing: bool) -> Choice:
+        """Return a choice with its prompt's text, and with `nothing` else."""
+        text = "" if body.return_token_ids else self._text.decode(choice.prompt_token_ids)
+        choice = replace(choice, prompt_text=text)
+        if nothing:
+            tops = None if choice.tops is None else choice.tops[:0]
+            choice = replace(choice, text="", token_ids=[], logprobs=[], tops=tops)
+        return choice
+
+    def _bound(self, asked: Asked, name: str) -> None:
+        """Refuse what would have so many alternatives that to write them takes long."""
+        sampling, longest = asked.sampling, self._max_model_len() or 2**31
+        made = len(asked.prompts) * asked.n * min(sampling.max_tokens, longest)
+        found = 0 if sampling.top_logprobs is None else made * (1 + sampling.top_logprobs)
+        if sampling.prompt_logprobs is not None:
+            found += asked.n * sum(map(len, asked.prompts)) * (1 + sampling.prompt_logprobs)
+        if found > MAX_SHOWN:
+            raise bad(name, f"{found} logprobs", f"have at most {MAX_SHOWN} in an answer")
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`: messages in, a message out."""
@@ -162,13 +208,20 @@ class GenerationRoutes:
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
+        top = body.top_logprobs or 0
+        if top and not body.logprobs:
+            raise bad("top_logprobs", top, "needs logprobs: true")
+        asks, names = None if top == 1 else top, ("top_logprobs", "prompt_logprobs")
+        sampling = alternatives(sampling, asks, body.prompt_logprobs, names, stream=bool(body.stream))
         prompt, images = await self._chat_prompt(request, body)
         adapter = self._models.check(body.model)
         asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True, images=images)
         style = replace(
-            self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs),
+            self._style(body, shown=bool(body.logprobs)), tops=top,
+            prompt_tops=body.prompt_logprobs is not None,
             images=self._said_of(images),
         )  # fmt: skip
+        self._bound(asked, "top_logprobs")
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
             kind = StreamedToolChat if parse else StreamedChat

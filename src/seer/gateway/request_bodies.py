@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from seer.common.errors import NOT_DECODED, InvalidField
-from seer.common.types import LogprobMode, SamplingParams
+from seer.common.types import MAX_TOP_LOGPROBS, LogprobMode, SamplingParams
 from seer.common.wire import MAX_GROUP_SIZE
 from seer.gateway.errors import HttpError, bad
 
@@ -47,8 +48,9 @@ _EXPERTS = "set gateway.routed_experts=true, and ask /inference/v1/generate"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_routed_experts": (_OFF, _EXPERTS),
     "routed_experts": (_OFF, _EXPERTS),
-    "prompt_logprobs": (_NONE, "logprobs of prompt tokens are not computed"),
-    "echo": (_OFF, "prepend the prompt yourself"),
+    "prompt_logprobs": (_NONE, "this route does not return them"),
+    "echo": (_OFF, "this route does not: ask /v1/completions"),
+    "top_logprobs": (_ONE, "this route returns the sampled token's logprob alone: give 0, 1 or null"),
     "suffix": (_EMPTY, "text after the completion is not supported"),
     "best_of": (_ONE, "give n, and choose yourself"),
     "use_beam_search": (_OFF, "beam search is not supported"),
@@ -57,7 +59,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": (_EMPTY, "the sampler has no such mask"),
     "logits_processors": (_EMPTY, "the sampler has none"),
     "logprob_token_ids": (_EMPTY, "only the sampled token has a logprob"),
-    "top_logprobs": (_ONE, "only the sampled token has a logprob: give 0, 1 or null"),
     "structured_outputs": (_EMPTY, "constrained decoding is not supported"),
     "guided_json": (_EMPTY, "constrained decoding is not supported"),
     "guided_regex": (_EMPTY, "constrained decoding is not supported"),
@@ -159,6 +160,7 @@ class GenerateSampling(SamplingFields, kw_only=True):
 
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -185,6 +187,8 @@ class CompletionBody(SamplingFields, kw_only=True):
     max_tokens: int | None = 16
     model: str | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -221,6 +225,7 @@ class ChatBody(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
@@ -275,6 +280,23 @@ class ArealUpdateBody(msgspec.Struct, kw_only=True):
     model_path: str
 
 
+def alternatives(
+    sampling: SamplingParams, top: int | None, of_prompt: int | None, names: tuple[str, str], *, stream: bool
+) -> SamplingParams:
+    """Return parameters with so many alternatives of tokens. Raises `HttpError` by the fields' `names`."""
+    given = {"top_logprobs": top or None, "prompt_logprobs": of_prompt}
+    for name, value in zip(names, given.values(), strict=True):
+        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise bad(name, value, f"give 0 to {MAX_TOP_LOGPROBS}")
+    if sampling.logprobs == "processed":
+        if (top or 0) > 1:
+            raise bad(names[0], top, "needs gateway.logprobs scaled or raw")
+        given["top_logprobs"] = None
+    if stream and of_prompt is not None:
+        raise bad(names[1], of_prompt, "comes with whole answers alone: leave out stream")
+    return structs.replace(sampling, **given)
+
+
 B = TypeVar("B", bound=msgspec.Struct)
 
 
@@ -310,25 +332,22 @@ def _read(kind: type[B], body: bytes) -> B:
         raise HttpError(400, f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise bad("body", raw, "give a JSON object")
-    refuse(raw)
+    refuse(raw, has=kind.__struct_fields__)
     sampling = raw.get("sampling_params")
     if isinstance(sampling, dict):
-        refuse(sampling, "sampling_params.")
+        refuse(sampling, "sampling_params.", GenerateSampling.__struct_fields__)
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _misfit(raw, str(error)) from error
 
 
-def refuse(fields: Mapping[str, object], where: str = "") -> None:
-    """Raise `HttpError` naming the first field that would change the answer and is not supported."""
-    for name in fields.keys() & REFUSED.keys():
+def refuse(fields: Mapping[str, object], where: str = "", has: Collection[str] = ()) -> None:
+    """Raise `HttpError` naming the first field that would change the answer and that a body has not."""
+    for name in (fields.keys() & REFUSED.keys()) - set(has):
         neutral, fix = REFUSED[name]
         if fields[name] not in neutral:
             raise bad(where + name, fields[name], fix)
-    logprobs = fields.get("logprobs")
-    if logprobs not in _ONE and isinstance(logprobs, int):
-        raise bad(f"{where}logprobs", logprobs, "only the sampled token has a logprob: give 0, 1 or null")
 
 
 def _misfit(raw: dict[str, Any], problem: str) -> HttpError:

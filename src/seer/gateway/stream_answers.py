@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from seer.client.results import TopLogprobs
 from seer.gateway.answers import Choice, Json, Style, chat_choice, completion_choice, generate_choice
 from seer.gateway.errors import HttpError
 from seer.gateway.text_stream import TextStream
@@ -59,11 +60,14 @@ class StreamedAnswer:
         self._choices: dict[int, Sent] = {}
         self._begun = False
 
-    def piece(self, index: int, token_ids: list[int], logprobs: list[float]) -> bytes:
+    def piece(
+        self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs | None = None
+    ) -> bytes:
         """Return the parts for the next tokens of choice `index`, at least one."""
         sent = self._of(index)
         text = sent.text.push(token_ids) if sent.text else ""
-        piece = Choice(self._prompts[index // self._n], token_ids, logprobs, text, None, None, None)
+        prompt = self._prompts[index // self._n]
+        piece = Choice(prompt, token_ids, logprobs, text, None, None, None, tops=tops)
         return self._parts(index, sent, piece)
 
     def last(self, index: int, whole: Choice) -> bytes:
@@ -73,7 +77,10 @@ class StreamedAnswer:
         if whole.token_ids[:count] != sent.token_ids:
             raise HttpError(503, "generated anew, with other tokens than those that were sent: send it again")
         text = sent.text.finish(whole.text) if sent.text else ""
-        rest = replace(whole, token_ids=whole.token_ids[count:], logprobs=whole.logprobs[count:], text=text)
+        rest = replace(
+            whole, token_ids=whole.token_ids[count:], logprobs=whole.logprobs[count:], text=text,
+            tops=None if whole.tops is None else whole.tops[count:],
+        )  # fmt: skip
         return self._parts(index, sent, rest)
 
     def end(self, *, include_usage: bool) -> bytes:
