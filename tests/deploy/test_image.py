@@ -21,6 +21,7 @@ BUILT = REPO / "build" / "image"
 ENGINE = "seer.services.engine.vllm"
 NEED_EXTRA = {
     "seer.gateway.bearer": "starlette",
+    "seer.gateway.openapi": "starlette",
     "seer.integrations.replayed_routing": "torch",
     f"{ENGINE}.cpu_kernels": "torch",
     f"{ENGINE}.cpu_sleep": "torch",

@@ -164,7 +164,7 @@ def rollout(**options: object) -> None:
 @click.option("--turns", is_flag=True, help="Responses of four turns, with a tool in between: other cells.")
 @click.option("--plant-fault", is_flag=True, help="Change one token in one cell: the check must find it.")
 @click.option(
-    "--trainer", type=click.Choice(["hf"]), default="",
+    "--trainer", type=click.Choice(["hf"]),
     help="Compare logprobs with a forward pass of transformers.",
 )  # fmt: skip
 @BACKEND

@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `matrix` names cells, comma-separated; empty: all that can run here. `logprob_tolerance` is in
     raw logits; None: by the model's dtype. `cell_seconds` is the deadline of one cell's rollout.
     `turns`: cells are those whose responses have turns. `trainer`: with whose forward pass the reference's
-    logprobs are compared; empty: with none.
+    logprobs are compared; None: with none.
     """
 
     prompts: Path
@@ -72,7 +72,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     plant_fault: bool = False
     cell_seconds: float = 3600.0
     turns: bool = False
-    trainer: str = ""
+    trainer: str | None = None
 
 
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
