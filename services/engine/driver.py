@@ -3,7 +3,8 @@
 Invariants:
 - all calls of a backend come from one thread; nothing spins while there is no work;
 - what a backend produced reaches the sink on the event loop, in order, once;
-- a failing backend ends `run` with `EngineError`: an engine that cannot generate must not linger.
+- a failing backend ends `run` with `EngineError`: an engine that cannot generate must not linger; so does a
+  step that does not end (`step_watch.py`), and `close` then ends the process.
 
 The queues are bounded by the chunks that the buffer has placed here, each of which is one command and a
 bounded number of tokens.
@@ -12,6 +13,7 @@ bounded number of tokens.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -30,6 +32,7 @@ from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, StepOutput
+from seer.services.engine.step_watch import LOOK_SECONDS, STEP_SECONDS, StepWatch
 
 if TYPE_CHECKING:
     from seer.services.engine.server import EngineServer
@@ -39,6 +42,8 @@ JOIN_SECONDS = 10.0
 
 EXIT_BROKEN = 70
 """Exit code of a process that a thread keeps from ending (`EX_SOFTWARE`)."""
+
+STDERR = 2
 
 _log = get_logger()
 
@@ -215,6 +220,7 @@ class ThreadDriver(Driver):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stopping = self._hangs = False
+        self._steps = self._step = 0  # how many have begun; the number of the one under way, or 0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     @property
@@ -253,14 +259,30 @@ class ThreadDriver(Driver):
 
     async def run(self) -> None:
         """See `Driver.run`."""
-        while True:
-            match await self._events.get():
-                case StepOutput() as out:
-                    self._sink.output(out)
-                case (chunk, error):
-                    self._sink.rejected(chunk, error)
-                case EngineError() as failure:
-                    raise failure
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                match await self._events.get():
+                    case StepOutput() as out:
+                        self._sink.output(out)
+                    case (chunk, error):
+                        self._sink.rejected(chunk, error)
+                    case EngineError() as failure:
+                        raise failure
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Make `run` fail once a step stands still; the stacks of all threads go to stderr."""
+        watch = StepWatch(self._loop.time())
+        stands_still = False
+        while not stands_still:
+            await asyncio.sleep(LOOK_SECONDS)
+            stands_still = watch.stands_still(self._step, self._loop.time())
+        faulthandler.dump_traceback(STDERR)
+        self.give_up()
+        why = f"a step did not end within {STEP_SECONDS:g} s: this engine ends, and starts again"
+        self._events.put_nowait(EngineBroken(why))
 
     def give_up(self) -> None:
         """See `Driver.give_up`."""
@@ -286,12 +308,19 @@ class ThreadDriver(Driver):
             while not self._stopping:
                 self._run_commands()
                 if self._backend.has_work():
-                    self._emit(self._backend.step())
+                    self._emit(self._next_step())
                 self._stats = self._backend.stats()
         except Exception as error:  # noqa: BLE001 - whatever it is, `run` must raise it
             self._emit(_failure(error))
         finally:
             self._backend.close()
+
+    def _next_step(self) -> StepOutput:
+        self._steps += 1
+        self._step = self._steps
+        out = self._backend.step()
+        self._step = 0
+        return out
 
     def _run_commands(self) -> None:
         """Run all queued commands; wait for one if the backend has no work."""

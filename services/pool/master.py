@@ -17,9 +17,10 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import ask_master, port_environment
 from seer.common.process.log import get_logger
+from seer.common.process.watchdog import Watchdog
 from seer.services.pool.child_program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, listen_address, master_program
-from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
+from seer.services.pool.supervisor import MAX_PROBE_SECONDS, PROBE_SECONDS, supervise
 
 START_SECONDS = 20.0
 """Deadline for the master to answer; it takes a tenth of a second on an idle machine."""
@@ -116,7 +117,7 @@ class PoolMaster:
         return f"it {await self._program.wait()}"
 
     async def _silence(self) -> str:
-        watchdog = Watchdog(SILENCE_SECONDS, self._clock.now())
+        watchdog = Watchdog(SILENCE_SECONDS, MAX_PROBE_SECONDS, self._clock.now())
         while True:
             await self._clock.sleep(PROBE_SECONDS)
             try:

@@ -30,11 +30,12 @@ from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import ask_master, port_environment, read_figures
 from seer.common.process.log import get_logger
 from seer.common.process.memory import free_bytes
+from seer.common.process.watchdog import Watchdog
 from seer.common.weights.mooncake import own_address
 from seer.services.pool.child_program import Program, first_ended
 from seer.services.pool.memory_process import READY, SegmentConfig
 from seer.services.pool.settings import PoolError
-from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
+from seer.services.pool.supervisor import MAX_PROBE_SECONDS, PROBE_SECONDS, supervise
 
 START_SECONDS = 50.0
 """Deadline for meeting the master and mounting the segment; shorter than the launcher's own."""
@@ -168,7 +169,7 @@ class PoolOwner:
         return f"its holder {await self._program.wait()}" if self._program else "it has no holder"
 
     async def _missing(self) -> str:
-        watchdog, answers = Watchdog(MISSING_SECONDS, self._clock.now()), True
+        watchdog, answers = Watchdog(MISSING_SECONDS, MAX_PROBE_SECONDS, self._clock.now()), True
         while True:
             await self._clock.sleep(PROBE_SECONDS)
             try:

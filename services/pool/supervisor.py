@@ -1,8 +1,6 @@
 """Restarts the program that a pool's service runs whenever it ends or hangs.
 
 Invariants:
-- silence is measured in probes, each worth at most `MAX_PROBE_SECONDS`: a stall of this process, or of the
-  whole machine, counts as one probe, however long it took;
 - the program is restarted for as long as the service lives, with pauses of at most `LONGEST_SECONDS`;
 - the service itself ends only when it is drained, so systemd or compose never counts a stall as a failure.
 """
@@ -10,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from seer.common.clock import Clock
@@ -29,22 +26,6 @@ FIRST_SECONDS, LONGEST_SECONDS = 0.5, 15.0
 
 HEALTHY_SECONDS = 60.0
 """After having run for so long, the next restart waits only the first pause again."""
-
-
-@dataclass(slots=True)
-class Watchdog:
-    """Expires once all probes of `limit` seconds in a row failed. `probed`: when the last one was made."""
-
-    limit: float
-    probed: float
-    seconds: float = 0.0
-
-    def expired(self, now: float, *, missing: bool) -> bool:
-        """Add a probe's result; a probe without a clear result counts as not missing."""
-        passed = min(now - self.probed, MAX_PROBE_SECONDS)
-        self.probed = now
-        self.seconds = self.seconds + passed if missing else 0.0
-        return self.seconds >= self.limit
 
 
 async def supervise(

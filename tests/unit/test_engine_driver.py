@@ -16,6 +16,7 @@ from seer.common.errors import EngineBroken, EngineError, InvalidField
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.engine import driver as driver_module
+from seer.services.engine import step_watch
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver, ThreadDriver
 
@@ -182,6 +183,47 @@ async def test_thread_driver_ends_the_process_if_weights_in_place_do_not_arrive(
     gate.clear()
     with pytest.raises(EngineBroken, match=r"engine\.in_place_seconds = 0\.05: this engine ends"):
         await driver.receive_weights("/plan", "e0", "d", 0.05)
+    gate.set()
+    await driver.close()
+    assert ends == [1]
+
+
+class Stuck(Counting):
+    """Steps, and reads weights, only while `gate` is open."""
+
+    def step(self):
+        self.gate.wait(30)
+        return super().step()
+
+    def load_weights(self, folder, digest, base=None):
+        self.gate.wait(30)
+
+
+async def test_a_step_that_does_not_end_ends_the_process_and_nothing_else_that_takes_long_does(
+    monkeypatch, capfd
+):
+    ends, limit = [], 0.2
+    monkeypatch.setattr(driver_module, "end_process", lambda: ends.append(1))
+    monkeypatch.setattr(driver_module, "LOOK_SECONDS", limit / 10)
+    monkeypatch.setattr(step_watch, "LOOK_SECONDS", limit / 10)
+    monkeypatch.setattr(step_watch, "STEP_SECONDS", limit)
+    gate = threading.Event()
+    gate.set()
+    driver = ThreadDriver(Stuck(gate=gate), Sink())
+    await driver.start(5.0)
+    running = asyncio.create_task(driver.run())
+    await asyncio.sleep(3 * limit)  # idle
+    gate.clear()
+    loading = asyncio.create_task(driver.load_weights("/w", "abc"))
+    await asyncio.sleep(3 * limit)
+    assert not running.done()
+    gate.set()
+    await loading
+    gate.clear()
+    driver.add(chunk("a", 3))
+    with pytest.raises(EngineBroken, match="a step did not end"):
+        await running
+    assert "in step" in capfd.readouterr().err  # where the thread stands
     gate.set()
     await driver.close()
     assert ends == [1]

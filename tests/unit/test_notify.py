@@ -11,7 +11,7 @@ import time
 import pytest
 from virtual_time import virtual
 
-from seer.common.process.notify import START_BEAT_SECONDS, Notifier
+from seer.common.process.notify import BEAT_SECONDS, Notifier
 
 DEADLINE = 60.0
 
@@ -116,11 +116,34 @@ async def test_a_start_of_minutes_is_extended_all_the_while(manager):
 
     notifier = Notifier({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "30000000"})
     beating = asyncio.create_task(notifier.beat())
-    await asyncio.sleep(6.5 * START_BEAT_SECONDS)
+    await asyncio.sleep(6.5 * BEAT_SECONDS)
     assert received(manager) == ["EXTEND_TIMEOUT_USEC=60000000"] * 7
     notifier.ready()
     await asyncio.sleep(31.0)
     assert received(manager) == ["READY=1", *["WATCHDOG=1"] * 3]
+    beating.cancel()
+    notifier.close()
+
+
+@virtual
+async def test_the_file_is_written_for_as_long_as_the_loop_runs(tmp_path):
+    file = tmp_path / "alive"
+    file.write_text("ready\n")  # of a process before
+    notifier = Notifier(environ := {"SEER_ALIVE_FILE": str(file)})
+    assert (environ, file.read_text()) == ({}, "starting\n")
+    beating = asyncio.create_task(notifier.beat())
+    for says in ("starting\n", "ready\n"):
+        for _ in range(3):
+            os.utime(file, (0, 0))
+            await asyncio.sleep(BEAT_SECONDS + 0.1)
+            assert file.stat().st_mtime > 0
+            assert file.read_text() == says
+        notifier.ready()
+        assert file.read_text() == "ready\n"
+    file.unlink()
+    file.mkdir()  # what cannot be written ends nothing
+    await asyncio.sleep(2 * BEAT_SECONDS)
+    assert not beating.done()
     beating.cancel()
     notifier.close()
 

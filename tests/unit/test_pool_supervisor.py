@@ -21,7 +21,7 @@ from seer.services.pool.master import PoolMaster
 from seer.services.pool.memory_process import READY
 from seer.services.pool.memory_service import MISSING_SECONDS, Folder, PoolOwner
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError
-from seer.services.pool.supervisor import HEALTHY_SECONDS, LONGEST_SECONDS, Watchdog, supervise
+from seer.services.pool.supervisor import HEALTHY_SECONDS, LONGEST_SECONDS, supervise
 
 STOPS = (5.0, 15.0, 45.0, 90.0)
 BACK_SECONDS = 60.0
@@ -254,20 +254,6 @@ async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
     assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, LONGEST_SECONDS]
     assert pauses[9] == 2 * HEALTHY_SECONDS + 0.5  # a healthy incarnation is forgiven
     assert len(tried) < 3600 / LONGEST_SECONDS + 20
-
-
-def test_a_late_probe_counts_as_one_probe():
-    watchdog = Watchdog(limit=15.0, probed=0.0)
-    assert not watchdog.expired(1000.0, missing=True)
-    assert not watchdog.expired(1009.0, missing=True)
-    assert not watchdog.expired(1010.0, missing=False)
-    assert not watchdog.expired(1012.0, missing=True)
-    assert [watchdog.expired(1012.0 + 4 * i, missing=True) for i in range(1, 5)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
 
 
 def test_a_folder_can_be_emptied_while_it_is_held(tmp_path):
