@@ -18,6 +18,7 @@ from msgspec import structs
 
 from seer.common.bounds import check_whole
 from seer.common.errors import InvalidField
+from seer.common.structured_outputs import StructuredOutputs
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -67,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     went to, from this position of the prompt on; None: do not. `top_logprobs` and `prompt_logprobs`: return
     the rank of each token of the response, or of the prompt, and so many likeliest tokens in its place with
     their logprobs; None: do not. The prompt's, and its tokens' own logprobs, are `raw`.
+    `structured_outputs` constrains the text: tokens that it forbids have no probability, also in logprobs.
     """
 
     max_tokens: int = 512
@@ -86,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     routed_experts_from: int | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def check(self, field: str = "sampling") -> None:
         """Raise `InvalidField` naming the first field that cannot be accepted."""
@@ -101,6 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         self._check_beside(field)
         self._check_lists(field)
+        if self.structured_outputs is not None:
+            self._check_structure(self.structured_outputs, f"{field}.")
+
+    def _check_structure(self, structure: StructuredOutputs, where: str) -> None:
+        structure.check(f"{where}structured_outputs")
+        fix = "structured_outputs end the response where their constraint ends: leave it out"
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise InvalidField(where + name, getattr(self, name), fix)
 
     def check_alternatives(self, n: int, prompt: int, field: str = "sampling") -> None:
         """Raise `InvalidField` if n responses to a prompt of such a length may have too many alternatives."""
@@ -116,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_types(self, field: str) -> None:
         """Types are those of the wire: in a process of Python, fields may be anything."""
         try:
-            msgspec.convert(structs.asdict(self), SamplingParams)
+            msgspec.convert(_fields(self), SamplingParams)
         except msgspec.ValidationError as error:
             why, _, where = str(error).rpartition("`$.")
             name = re.split(r"\W", where)[0]
@@ -151,6 +163,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidField(f"{field}.logit_bias[{token}]", bias, "must be in [-100, 100]")
+
+
+def _fields(sampling: SamplingParams) -> dict[str, object]:
+    """Return what a value has, and what its constraint has: `convert` does not look into a Struct."""
+    fields = structs.asdict(sampling)
+    structure = fields["structured_outputs"]
+    if isinstance(structure, StructuredOutputs):
+        fields["structured_outputs"] = structs.asdict(structure)
+    return fields
 
 
 def _is_text(stop: str) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from engine_cases import Response, check_only_the_spoilt_fail, chunk, run
 
+from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
@@ -33,6 +34,10 @@ CASES = {
     "everything": SamplingParams(
         max_tokens=40, temperature=1.2, top_p=0.95, top_k=40, min_p=0.01, repetition_penalty=1.2,
         frequency_penalty=0.3, presence_penalty=0.2, logit_bias={30: 1.0}, min_tokens=5, stop_token_ids=(STOP,),
+    ),
+    "grammar": SamplingParams(
+        max_tokens=40, temperature=1.3, presence_penalty=0.4,
+        structured_outputs=StructuredOutputs(regex="([0-9]{1,2}[-+*]){3,9}[0-9]{1,2}=ans"),
     ),
 }  # fmt: skip
 

@@ -115,11 +115,14 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
 
 class ChunkFailure(msgspec.Struct, kw_only=True):
-    """A chunk has no next token, and would have none on any engine; what it had before is void, too."""
+    """A chunk cannot go on, and could not on any engine: it has no next token, or a field that is refused.
+
+    What it had before is void, too.
+    """
 
     request_id: str
     attempt: int
-    error: Unsampleable
+    error: Unsampleable | InvalidField
 
 
 class StepOutput(msgspec.Struct, kw_only=True):

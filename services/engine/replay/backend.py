@@ -137,6 +137,11 @@ class ReplayBackend:
     def _check(self, chunk: Chunk) -> None:
         context, new, capacity = len(chunk.tokens), chunk.max_new_tokens, self._capacity
         chunk.check_positions()
+        if chunk.sampling.structured_outputs is not None:
+            given = list(chunk.sampling.structured_outputs.given)
+            raise InvalidField(
+                "sampling.structured_outputs", given, "replay engines cannot constrain outputs"
+            )
         if not 1 <= new <= chunk.sampling.max_tokens - (context - chunk.counts_from):
             raise InvalidField("max_new_tokens", new, "must be 1 or more and within sampling.max_tokens")
         if context + new > capacity.max_model_len:

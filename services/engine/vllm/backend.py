@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 IDLE_STEP_SECONDS = 0.0005
-"""Pause after a step in which all requests waited for the KV pool: its threads need the interpreter."""
+"""Pause after a step in which all requests waited for the KV pool or grammars: their threads need the CPU."""
 
 MOST_JOINED = 0.25
 """Share of a batch that may be new in a step, if the step is to say how fast steps are."""
@@ -249,7 +249,7 @@ class VllmBackend:
         for output in outputs:
             self._report(output, result)
         self._report_acceptance(result)
-        if not outputs and self._sharing is not None:
+        if not outputs and (self._sharing is not None or self._waits_for_grammars()):
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
         ended = time.perf_counter()
@@ -266,6 +266,9 @@ class VllmBackend:
                 self._drafting.check_profile(len(outputs), self._mean_context, result.seconds)
         self._joined, self._busy_since = 0, ended if self._runs else 0.0
         return result
+
+    def _waits_for_grammars(self) -> bool:
+        return any(run.chunk.sampling.structured_outputs for run in self._runs.values())
 
     def _mean_tokens(self) -> float:
         """Return how many tokens the responses that run have, on average."""
@@ -401,7 +404,9 @@ class VllmBackend:
                     beside=logprobs_beside(output, chunk, len(tokens)),
                 )
             )  # fmt: skip
-        if stop_string is not None:
+        if str(ended) == "error":
+            self._fail_grammar(output.request_id, result)
+        elif stop_string is not None:
             if ended is None:
                 self.core.stop(output.request_id)
             self._end(output.request_id, result, "stop", stop_string)
@@ -429,8 +434,19 @@ class VllmBackend:
         problem = Unsampleable(
             f"request {chunk.request_id}: no token can be sampled at position {known + place}: its logits "
             "are not numbers (NaN, or an infinite maximum), or every token is masked; check the weights, "
-            "engine.dtype, and the request's min_tokens"
+            "engine.dtype, and the request's min_tokens or structured_outputs"
         )
+        failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
+        result.failed.append(failure)
+
+    def _fail_grammar(self, engine_id: str, result: StepOutput) -> None:
+        """End a chunk whose grammar could not be compiled, or does not take what was sampled."""
+        run = self._runs[engine_id]
+        chunk, structure = run.chunk, run.chunk.sampling.structured_outputs
+        self._forget(engine_id)
+        ((name, value),) = structure.given.items() if structure is not None else (("", ""),)
+        why = self.core.grammar_error(run.request) or "vLLM refused a token that it had allowed"
+        problem = InvalidField(f"sampling.structured_outputs.{name}", value, why)
         failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
         result.failed.append(failure)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from seer.common.errors import InvalidField
+from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import Capacity
 from seer.services.engine.backend import Chunk
 
@@ -53,6 +54,18 @@ def check_chunk(
     if sampling.stop and not has_tokenizer:
         fix = "the model folder has no tokenizer.json, which stop strings need"
         raise InvalidField("sampling.stop", sampling.stop, fix)
+    if sampling.structured_outputs is not None:
+        _check_structure(sampling.structured_outputs, stop_ids=stop_ids, has_tokenizer=has_tokenizer)
+
+
+def _check_structure(structure: StructuredOutputs, *, stop_ids: tuple[int, ...], has_tokenizer: bool) -> None:
+    fix = ""
+    if not has_tokenizer:
+        fix = "the model folder has no tokenizer.json, which they need"
+    elif not stop_ids:
+        fix = "nothing could end the response: the model has no end-of-sequence token; give stop_token_ids"
+    if fix:
+        raise InvalidField("sampling.structured_outputs", list(structure.given), fix)
 
 
 def _check_bounds(field: str, value: int, low: int, high: int | None, fix: str) -> None:

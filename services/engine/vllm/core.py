@@ -60,6 +60,8 @@ class CoreHandle:
         """
         from vllm.tokenizers import cached_tokenizer_from_config
 
+        from seer.services.engine.vllm.grammars import Grammars
+
         size = self.vllm_config.cache_config.block_size
         self.scratch = take_scratch_blocks(self.engine_core, drafts, size)
         config = self.vllm_config
@@ -70,6 +72,8 @@ class CoreHandle:
         known = getattr(tokenizer, "backend_tokenizer", None) is not None
         self.detokenizer = Detokenizer.of(tokenizer) if known else None
         scheduler = self.engine_core.scheduler
+        grammars = Grammars(config)
+        self.engine_core.structured_output_manager = scheduler.structured_output_manager = grammars
         self.kv = KvAccount(
             scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size
         )
@@ -175,6 +179,12 @@ class CoreHandle:
         self.kv.forget_cached(request)
         if self.scratch:  # its drafts' KV, too; requests' own blocks are zeroed when they are given out
             self.rpc("seer_zero_blocks", blocks=self.scratch)
+
+    def grammar_error(self, request: Request) -> str:
+        """Return why a request's grammar could not be compiled; empty: it could."""
+        structured = request.structured_output_request
+        error = structured.grammar if structured is not None else None
+        return str(error) if isinstance(error, Exception) else ""
 
     def stop(self, engine_id: str) -> None:
         """End a request as a stop id does: unlike that of an aborted one, its KV may be saved."""

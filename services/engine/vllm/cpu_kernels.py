@@ -53,6 +53,7 @@ def register() -> None:
             f"{module}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": prompt_logprobs_token_ids,
             f"{module}.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
             f"{module}.sample.logprob._ranks_kernel": ranks,
+            f"{module}.structured_outputs._apply_grammar_bitmask_kernel": apply_grammar_bitmask,
         }
     )
 
@@ -262,6 +263,19 @@ def topk_log_softmax(
 def ranks(out: Tensor, logits: Tensor, _stride: int, ids: Tensor, _vocab: int, **_: object) -> None:
     """Write how many tokens are at least as likely as that one of each row."""
     out.copy_((logits >= logits.gather(1, ids.long()[:, None])).sum(dim=-1))
+
+
+def apply_grammar_bitmask(
+    logits: Tensor, _stride: int, places: Tensor, starts: Tensor, masks: Tensor, _words: int, vocab: int,
+    MASK_STRIDE: int, **_: object,  # noqa: N803 - the kernel's names
+) -> None:  # fmt: skip
+    """Take from each row of logits at `places` the tokens that its mask lacks, a bit each."""
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    bounds = starts.tolist()
+    for place, allowed in zip(places.tolist(), torch.from_numpy(bits) != 0, strict=True):
+        request, position = divmod(place, MASK_STRIDE)
+        if bounds[request] + position < bounds[request + 1]:
+            logits[bounds[request] + position].masked_fill_(~allowed, -torch.inf)
 
 
 class FreshBlocks:

@@ -229,6 +229,7 @@ class DraftsAhead(AsyncScheduler):  # type: ignore[misc]
 
     A request's drafts end where all of its tokens but the last, which is never computed, have their KV. The
     step after that, begun before it is known which drafts are right, computes one token more at most.
+    A request with a grammar drafts nothing: its masks are made from tokens that the host knows.
     """
 
     draft_length: int
@@ -240,7 +241,9 @@ class DraftsAhead(AsyncScheduler):  # type: ignore[misc]
         drafts = placeholders(self.draft_length)
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests[name]
-            if request.spec_token_ids:
+            if request.use_structured_output:
+                request.spec_token_ids = []
+            elif request.spec_token_ids:
                 room = most_tokens(request, self.max_model_len) - 2 - request.num_computed_tokens
                 request.spec_token_ids = drafts if room >= len(drafts) else drafts[: max(0, room)]
 

@@ -14,7 +14,10 @@ from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+    from seer.common.structured_outputs import StructuredOutputs
 
 EXTRA = "seer"
 """Key of `ExtraArgs` in vLLM's `SamplingParams.extra_args`."""
@@ -27,7 +30,7 @@ class ExtraArgs(msgspec.Struct, frozen=True, kw_only=True):
     absolute position that is sampled with a wrong key. `continues`: when the chunk reaches its limit, the
     response goes on in another chunk, or may do so in another turn; `parks`: after a stop it may, too. For
     drafts: `group` names the tree (empty: none), which knows this response as `index`; the chunk has at most
-    `limit` tokens, prompt included.
+    `limit` tokens, prompt included. From `counts_from` on, tokens are of the response, or of its turn.
     """
 
     sampling: RequestSampling
@@ -41,6 +44,7 @@ class ExtraArgs(msgspec.Struct, frozen=True, kw_only=True):
     parks: bool = False
     acceptance: tuple[float, ...] = ()
     probe: bool = False
+    counts_from: int = 0
 
 
 def engine_request(
@@ -65,13 +69,14 @@ def engine_request(
         sampling=sampling, group=group, index=chunk.index, prompt_len=chunk.prompt_len,
         limit=len(chunk.tokens) + token_budget(chunk), capture=capture, fault_position=fault_position,
         continues=chunk.parks or token_budget(chunk) < tokens_left(chunk), parks=chunk.parks,
-        acceptance=chunk.acceptance, probe=chunk.probe,
+        acceptance=chunk.acceptance, probe=chunk.probe, counts_from=chunk.counts_from,
     )  # fmt: skip
     top = chunk.sampling.top_logprobs
     params = SamplingParams(
         temperature=0.0, max_tokens=token_budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
         detokenize=False, logprobs=0 if top is None else max(1, top),
         prompt_logprobs=chunk.prompt_logprobs, extra_args={EXTRA: extra},
+        structured_outputs=_constraint(chunk.sampling.structured_outputs),
     )  # fmt: skip
     return EngineCoreRequest(
         request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=images, sampling_params=params,
@@ -96,3 +101,14 @@ def _packed(ids: Array, values: Array, ranks: Array) -> Array:
     """Return logprobs as `common/beside.py` has them; ids and values [tokens, 1 + k] begin with own ones."""
     numbers = np.concatenate([ranks[:, None], ids[:, 1:]], axis=1)
     return np.stack([numbers, values], axis=1).astype("<f4")
+
+
+def _constraint(structure: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.utils import choice_as_grammar
+
+    if structure is None:
+        return None
+    if structure.choice is not None:
+        return StructuredOutputsParams(grammar=choice_as_grammar(list(structure.choice)))
+    return StructuredOutputsParams(**structure.given)
