@@ -33,6 +33,7 @@ NEED_EXTRA = {
     f"{ENGINE}.drafts.path_ops": "torch",
     f"{ENGINE}.drafts.speculator": "torch",
     f"{ENGINE}.expert_routes": "torch",
+    f"{ENGINE}.grammars": "xgrammar",
     f"{ENGINE}.drafts.triton_paths": "torch",
     f"{ENGINE}.slot_sampler": "torch",
     f"{ENGINE}.worker": "torch",

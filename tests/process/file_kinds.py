@@ -212,15 +212,16 @@ def of_logs(folder: Folder) -> Iterator[Kind]:
 
 def of_kept(folder: Folder) -> Iterator[Kind]:
     prompt, where = np.arange(7, dtype=np.int32), folder.fresh("kept")
-    has: dict[str, dict[int, tuple[np.ndarray, np.ndarray, tuple[str, str]]]] = {"r/p": {}, "r/q": {}}
+    has: dict[str, dict[int, Output]] = {"r/p": {}, "r/q": {}}
     kept = KeptChunks(str(where), 100.0, 0.0, lambda name: SoFar(77, prompt, Weights(3, "d"), has[name]))
     rng = np.random.default_rng(0)
     for group in ("p", "q"):
         kept.open("r", group)
         for index, count, finish in ((0, 9, ""), (1, 5, "stop"), (0, 4, "")):
             arrays = rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
-            has[f"r/{group}"][index] = (*arrays, (finish, ""))
-            kept.keep(f"r/{group}", index, Output(*arrays, (finish, "")))
+            beside = {"x |u1 3": np.zeros(3 * count, np.uint8)} if index else {}
+            has[f"r/{group}"][index] = Output(*arrays, (finish, ""), beside)
+            kept.keep(f"r/{group}", index, has[f"r/{group}"][index])
     kept.close()
     (file,) = where.glob("*")
     whole = file.read_bytes()
@@ -266,9 +267,8 @@ def _chunks(file: Path) -> set[tuple[str, int, int, bytes]]:
     _, groups, _ = chunk_file.read_groups(file)
     found = set()
     for name, group in groups.items():
-        for index, (tokens, logprobs, _) in chunk_file.read_outputs(file, group).items():
-            sizes = [count for _, count in group.chunks[index]]
-            for size in sizes:
+        for index, (tokens, logprobs, *_) in chunk_file.read_outputs(file, group).items():
+            for _, size, *_ in group.chunks[index]:
                 found.add((name, index, size, tokens[:size].tobytes() + logprobs[:size].tobytes()))
                 tokens, logprobs = tokens[size:], logprobs[size:]
     return found

@@ -46,7 +46,17 @@ def test_a_fault_of_chunks_that_go_on_is_found(prompts: Path, monkeypatch: pytes
 def test_the_list_has_faults_of_every_kind_and_the_cells_that_are_to_find_them():
     kinds = [fault.kind for fault in faults.FAULTS.values()]
     assert len(kinds) >= 30
-    assert set(kinds) == {"order", "context", "key", "position", "history", "image", "pool", "draft"}
+    assert set(kinds) == {
+        "order",
+        "context",
+        "key",
+        "position",
+        "history",
+        "image",
+        "pool",
+        "draft",
+        "routes",
+    }
     assert {fault.cell for fault in faults.FAULTS.values()} == {
         "chunk-16", "sampling", "pool-migrate", "drafts-sampling",
     }  # fmt: skip

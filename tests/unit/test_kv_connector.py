@@ -56,7 +56,7 @@ class Scheduler:
         self.step(1, seconds, finished={name}, failed=failed)
 
     def fetches(self, missing):
-        request = SimpleNamespace(num_tokens=missing, request_id="r")
+        request = SimpleNamespace(num_tokens=missing, request_id="r", skip_reading_prefix_cache=False)
         return self.connector.get_num_new_matched_tokens(request, 0)
 
 

@@ -418,5 +418,5 @@ def test_messages_go_through_the_chat_template(trainer):
 
 def test_without_trl_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[trl\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'seer-rollout\[trl\]'"):
         SeerRollout("tcp://127.0.0.1:1")
