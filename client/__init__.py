@@ -11,7 +11,7 @@ from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
-from seer.client.results import Group, Response, TopLogprobs
+from seer.client.results import Group, Response
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.scorer import Reward, RewardMetrics, per_response
@@ -23,6 +23,7 @@ from seer.client.sync import (
     SyncRolloutClient,
     SyncScores,
 )
+from seer.common.beside import TopLogprobs
 from seer.common.errors import (
     DeadlineExceeded,
     InvalidField,

@@ -35,8 +35,9 @@ from seer.client.prompts import (
     prepare_one,
     with_images,
 )
-from seer.client.results import Group, TopLogprobs, group_of, malformed, streamed_tops
+from seer.client.results import Group, group_of, malformed, streamed_tops
 from seer.client.text import Tokenizer
+from seer.common.beside import TopLogprobs
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams, TurnSpec

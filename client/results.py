@@ -5,44 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common import beside
+from seer.common.beside import TopLogprobs
 from seer.common.detokenizer import Detokenizer
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import Bytes, GroupDone, Logprobs, Tokens, TokensGenerated
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    """Of some tokens: their `logprobs` float32 and `ranks` int32 [tokens], of which 1 is the best.
-
-    `top_ids` int32 and `top_logprobs` float32 [tokens, k] are the likeliest tokens in the place of each, best
-    first.
-    """
-
-    logprobs: beside.Array
-    ranks: beside.Array
-    top_ids: beside.Array
-    top_logprobs: beside.Array
-
-    @classmethod
-    def of(cls, word: str, extras: Mapping[str, Bytes]) -> TopLogprobs | None:
-        """Return what there is of a word (`common/beside.py`) beside some tokens."""
-        array = beside.array_of(word, extras)
-        if array is None:
-            return None
-        numbers = array[:, 0].astype(np.int32)
-        return cls(array[:, 1, 0], numbers[:, 0], numbers[:, 1:], array[:, 1, 1:])
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-    def __getitem__(self, tokens: slice) -> TopLogprobs:
-        parts = self.logprobs, self.ranks, self.top_ids, self.top_logprobs
-        return TopLogprobs(*(each[tokens] for each in parts))
 
 
 @dataclass(frozen=True, slots=True)

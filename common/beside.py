@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -104,3 +105,33 @@ def split(flat: Bytes | None, sizes: Sequence[Sizes]) -> Iterator[dict[str, Byte
 def total(sizes: Sequence[Sizes]) -> int:
     """Return the bytes of all kinds of several results."""
     return sum(sum(each.values()) for each in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Of some tokens: their `logprobs` float32 and `ranks` int32 [tokens], of which 1 is the best.
+
+    `top_ids` int32 and `top_logprobs` float32 [tokens, k] are the likeliest tokens in the place of each, best
+    first.
+    """
+
+    logprobs: Array
+    ranks: Array
+    top_ids: Array
+    top_logprobs: Array
+
+    @classmethod
+    def of(cls, word: str, extras: Mapping[str, Bytes]) -> TopLogprobs | None:
+        """Return what there is of a word (`common/beside.py`) beside some tokens."""
+        array = array_of(word, extras)
+        if array is None:
+            return None
+        numbers = array[:, 0].astype(np.int32)
+        return cls(array[:, 1, 0], numbers[:, 0], numbers[:, 1:], array[:, 1, 1:])
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, tokens: slice) -> TopLogprobs:
+        parts = self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        return TopLogprobs(*(each[tokens] for each in parts))

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from seer.client.results import TopLogprobs
+from seer.common.beside import TopLogprobs
 from seer.gateway.tools import hermes_calls
 
 Json = dict[str, Any]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from seer.client.results import TopLogprobs
+from seer.common.beside import TopLogprobs
 from seer.gateway.answers import Choice, Json, Style, chat_choice, completion_choice, generate_choice
 from seer.gateway.errors import HttpError
 from seer.gateway.text_stream import TextStream
