@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,7 @@ def entries(word: str, have: Sizes) -> int:
     """Return of how many tokens there is something of a word. Raises `ValueError` as `array_of`."""
     for kind, size in have.items():
         if kind.startswith(f"{word} "):
-            dtype, shape = _form(kind)
-            return size // (dtype.itemsize * math.prod(shape))
+            return size // _width(kind)
     return 0
 
 
@@ -64,14 +63,16 @@ def _form(kind: str) -> tuple[np.dtype[Any], list[int]]:
     return np.dtype(dtype), sizes
 
 
+def _width(kind: str) -> int:
+    """Return the bytes of a token's entry."""
+    dtype, shape = _form(kind)
+    return dtype.itemsize * math.prod(shape)
+
+
 def tail(word: str, beside: Mapping[str, Bytes], start: int) -> dict[str, Bytes]:
     """Return what there is of a word from its entry `start` on: views."""
-    found = {}
-    for kind, data in beside.items():
-        if kind.startswith(f"{word} "):
-            dtype, shape = _form(kind)
-            found[kind] = data[start * dtype.itemsize * math.prod(shape) :]
-    return found
+    its = {kind: data for kind, data in beside.items() if kind.startswith(f"{word} ")}
+    return {kind: data[start * _width(kind) :] for kind, data in its.items()}
 
 
 def packed(arrays: Mapping[str, Array]) -> dict[str, Bytes]:
@@ -85,7 +86,7 @@ def flat(beside: Sequence[Mapping[str, Bytes]]) -> Bytes | None:
     return np.concatenate(parts) if parts else None
 
 
-def sizes(beside: Mapping[str, Bytes]) -> Sizes:
+def sizes(beside: Mapping[str, Sized]) -> Sizes:
     """Return the bytes of each kind."""
     return {kind: len(data) for kind, data in beside.items()}
 

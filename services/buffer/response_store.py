@@ -187,7 +187,7 @@ class Store:
             parks=turn is not None,
             images=list(prompt.images),
             stream=dispatch.stream,
-            have=_sizes(output) if output else {},
+            have=beside.sizes(output.beside) if output else {},
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:
@@ -211,7 +211,7 @@ class Store:
             preemptions=state.counters["preemptions"],
             submission=state.submission,
             params_digest=group.prompt.params_digest,
-            beside_sizes=[] if extras is None else [_sizes(output) for output in outputs],
+            beside_sizes=[] if extras is None else [beside.sizes(output.beside) for output in outputs],
             beside=extras,
         )
 
@@ -225,10 +225,6 @@ def _output(chunk: Output) -> _Output:
     tokens, logprobs = (bytearray(array.tobytes()) for array in (chunk.tokens, chunk.logprobs))
     extras = {kind: bytearray(data.data) for kind, data in chunk.beside.items()}
     return _Output(tokens, logprobs, chunk.finish, extras)
-
-
-def _sizes(output: _Output) -> wire.Sizes:
-    return {kind: len(data) for kind, data in output.beside.items()}
 
 
 def _views(output: _Output) -> dict[str, wire.Bytes]:
