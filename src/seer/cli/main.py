@@ -216,7 +216,7 @@ def status(connect: str, as_json: bool, **options: object) -> None:
 )  # fmt: skip
 @click.option("--json", "json_file", type=FILE, help="Write all lines as JSON, after each one.")
 @click.option(
-    "--bundle", type=FILE, help="Write one file for a bug report, FILE.tar.gz: no prompts, no secrets."
+    "--bundle", type=FILE, help="Write a tar.gz for a bug report: no prompts, no secrets."
 )
 @CONFIG
 def doctor(

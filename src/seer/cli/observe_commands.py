@@ -26,7 +26,7 @@ from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of
     "--tls-client-ca", "client_ca", type=FILE, help="Serve only clients with a certificate of this CA."
 )
 @click.option("--password-file", type=FILE, help="Serve only who knows its one line, USER:PASSWORD.")
-@click.option("--ready-fd", type=int, help="File descriptor to write one line to when ready.")
+@click.option("--ready-fd", type=int, hidden=True)
 @CONFIG
 def exporter(
     connect: str,

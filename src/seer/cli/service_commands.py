@@ -13,7 +13,7 @@ from seer.cli.options import CONFIG, beside_running, config_of
 def _service(name: str, help_text: str, module: str = "") -> click.Command:
     @click.command(name, help=help_text)
     @CONFIG
-    @click.option("--ready-fd", type=int, help="File descriptor to write one line to when ready.")
+    @click.option("--ready-fd", type=int, hidden=True)  # of launchers: common/process/service.py
     @click.option("--parent-pid", type=int, hidden=True)
     def command(ready_fd: int | None, parent_pid: int | None, **options: object) -> None:
         if parent_pid is not None:
