@@ -388,6 +388,13 @@ def load(
 
     Raises `ConfigError` naming the source, the key and the fix.
     """
+    return load_with_sources(path, environ, overrides)[0]
+
+
+def load_with_sources(
+    path: Path | None, environ: Mapping[str, str] | None = None, overrides: Iterable[str] = ()
+) -> tuple[Config, dict[str, str]]:
+    """Return what `load` does, and where each setting that was given comes from, by its dotted name."""
     table: dict[str, object] = {}
     if path is not None:
         try:
@@ -397,23 +404,26 @@ def load(
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
     tables.refuse_unknown(Config, table, str(path))
+    sources = dict.fromkeys(tables.dotted(table), "file")
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".")
-            tables.put(Config, table, dotted, text, f"environment {name}")
+            sources[dotted] = f"environment {name}"
+            tables.put(Config, table, dotted, text, sources[dotted])
         elif name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}_" for section in tables.fields(Config))):
             raise ConfigError(f"environment {name}: write two underscores after the section's name")
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write --set section.key=value")
-        tables.put(Config, table, key.strip(), text.strip(), f"--set {item}")
+        sources[key.strip()] = f"--set {item}"
+        tables.put(Config, table, key.strip(), text.strip(), sources[key.strip()])
     try:
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
     _check_relations(config)
-    return config
+    return config, sources
 
 
 def _check_relations(config: Config) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -90,17 +90,27 @@ def _refusal(struct: type, name: str, prefix: str) -> str:
     return f"unknown key {name}; {hint}"
 
 
+def dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings in a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
 def lines(name: str, values: Mapping[str, object]) -> list[str]:
     """Return a table's lines as TOML, its own keys before the tables in it."""
     inner = {key: value for key, value in values.items() if isinstance(value, dict)}
     own = {key: value for key, value in values.items() if key not in inner and value is not None}
-    found = [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
+    found = [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in own.items()), ""]
     for key, value in inner.items():
         found += lines(f"{name}.{key}", value)
     return found
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """Return a value as TOML has it."""
     # JSON's strings, numbers and booleans are TOML's too.
     return msgspec.json.encode(value).decode()
 

@@ -28,7 +28,8 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.common.process.memory import Bound, bounds, limit_bytes
+from seer.common.process.memory import bounds, limit_bytes
+from seer.common.process.memory_bounds import buffer_bounds
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
@@ -48,9 +49,6 @@ from seer.services.buffer.weights.spool import Spool
 MAX_ATTEMPTS = 8
 """A request whose chunk failed so often in a row is failed: who loses eight engines in a row kills them."""
 
-MOST_UNFINISHED_BYTES, MOST_RESULT_BYTES = 16 * 2**30, 8 * 2**30
-"""Bounds by default where memory abounds: others need it, too."""
-
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
     """Build the service for `service.run_process`."""
@@ -68,13 +66,7 @@ class BufferServer:
         self._transport = transport
         self._clock = clock
         self._log = get_logger()
-        unfinished_bytes, result_bytes = bounds(
-            [
-                Bound("buffer.unfinished_bytes", settings.unfinished_bytes, 1 / 3, MOST_UNFINISHED_BYTES),
-                Bound("buffer.result_bytes", settings.result_bytes, 1 / 4, MOST_RESULT_BYTES),
-            ],
-            limit_bytes(),
-        )
+        unfinished_bytes, result_bytes = bounds(buffer_bounds(settings), limit_bytes())
         limits = state.Limits(
             chunk_size=settings.chunk_size,
             max_requests=settings.max_requests,

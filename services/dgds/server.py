@@ -26,7 +26,8 @@ from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.process.memory import Bound, bounds, limit_bytes
+from seer.common.process.memory import bounds, limit_bytes
+from seer.common.process.memory_bounds import dgds_bounds
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.group_store import Delta, Store
 from seer.services.dgds.past_groups import PastGroups
@@ -52,9 +53,6 @@ TTL_SECONDS = 600.0
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
 
-MOST_TOKENS, MOST_REMEMBERED = 500_000_000, 50_000_000
-"""By default where memory abounds: 1,900 for each request of 256 engines of 1,024; and of past groups."""
-
 WARN_SECONDS = 60.0
 """How often it is said, at most, that groups in use were dropped."""
 
@@ -78,9 +76,7 @@ class DgdsServer:
             )
         self._endpoint = endpoints[settings.shard]
         name = f"dgds-{settings.shard}" if len(endpoints) > 1 else "dgds"
-        now = Bound("dgds.max_tokens", settings.max_tokens, 0.4, MOST_TOKENS, wire.TOKEN_BYTES)
-        past = Bound("dgds.remember_tokens", settings.remember_tokens, 0.1, MOST_REMEMBERED, wire.TOKEN_BYTES)
-        max_tokens, remember_tokens = bounds([now, past], limit_bytes())
+        max_tokens, remember_tokens = bounds(dgds_bounds(settings), limit_bytes())
         if settings.remember_path and not remember_tokens:
             raise ConfigError(
                 f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from seer import __version__
+from seer.cli.config_commands import config_group
 from seer.cli.key_commands import keys
 from seer.cli.observe_commands import COMMANDS as OBSERVE_COMMANDS
 from seer.cli.options import (
@@ -59,7 +60,7 @@ def main() -> None:
     """Fast, strictly on-policy rollouts for LLM reinforcement learning."""
 
 
-for _command in (keys, *COMMANDS, *OBSERVE_COMMANDS):
+for _command in (config_group, keys, *COMMANDS, *OBSERVE_COMMANDS):
     main.add_command(_command)
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -66,8 +66,8 @@ class _ModelConfig(_TextConfig):
     text_config: _TextConfig | None = None
 
 
-def model_facts(folder: Path) -> ModelFacts:
-    """Read a folder's config.json. Raises `InvalidField` when there is none."""
+def model_json(folder: Path) -> dict[str, Any]:
+    """Return what a folder's config.json says. Raises `InvalidField` when there is none."""
     try:
         described = json.loads((folder / "config.json").read_text())
     except OSError as error:
@@ -76,8 +76,16 @@ def model_facts(folder: Path) -> ModelFacts:
     except (ValueError, RecursionError) as error:
         fix = f"its config.json is not valid JSON ({error}); give a Hugging Face model folder"
         raise InvalidField("--model", str(folder), fix) from error
+    if not isinstance(described, dict):
+        fix = "its config.json is no model's (no object); give a Hugging Face model folder"
+        raise InvalidField("--model", str(folder), fix)
+    return described
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """Read a folder's config.json. Raises `InvalidField` when there is none."""
     try:
-        model = msgspec.convert(described, _ModelConfig)
+        model = msgspec.convert(model_json(folder), _ModelConfig)
     except NOT_DECODED as error:
         fix = f"its config.json is no model's ({error}); give a Hugging Face model folder"
         raise InvalidField("--model", str(folder), fix) from error

@@ -1,0 +1,70 @@
+"""`seer config`: what a configuration comes to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from seer.cli.options import FILE, FOLDER, POSITIVE
+
+_SIZE = click.FloatRange(min=0, min_open=True)
+
+
+def _memory(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
+    from seer.config_check.command import MEMORY_ROLES
+
+    found = {}
+    for each in given:
+        role, _, text = each.partition("=")
+        try:
+            size = float(text)
+        except ValueError:
+            size = 0.0
+        if role not in MEMORY_ROLES or not 0 < size < 2**30:
+            raise click.BadParameter(f"{each!r}: give ROLE=GIB, with a role of {', '.join(MEMORY_ROLES)}")
+        found[role] = size
+    return found
+
+
+@click.group("config")
+def config_group() -> None:
+    """Look at a configuration before a system runs with it."""
+
+
+@config_group.command()
+@click.argument("file", type=FILE)
+@click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Override a setting.")
+@click.option("--model", type=FOLDER, help="Where the model lies here.  [default: shared.model]")
+@click.option("--engines", type=POSITIVE, help="Engines of the cluster.  [default: those of this machine]")
+@click.option("--gpu-gib", type=_SIZE, help="Memory of a node's GPUs.  [default: of those here, else CPUs]")
+@click.option(
+    "--memory", multiple=True, callback=_memory, metavar="ROLE=GIB",
+    help="Limit of the buffer, a dgds or an engine; may be repeated.  [default: this machine's]",
+)  # fmt: skip
+@click.option("--disk", "disk_gib", type=_SIZE, metavar="GIB",
+    help="Volume of the buffer's folders.  [default: the room for buffer.spool here]",
+)  # fmt: skip
+@click.option("--tokens", "mean_tokens", type=POSITIVE, default=16_384, show_default=True,
+    help="Tokens of a response, on average.",
+)  # fmt: skip
+def check(
+    file: Path,
+    sets: tuple[str, ...],
+    model: Path | None,
+    engines: int | None,
+    gpu_gib: float | None,
+    memory: dict[str, float],
+    disk_gib: float | None,
+    mean_tokens: int,
+) -> None:
+    """Show what every process would use by FILE, and what a cluster of its size should change.
+
+    Exits with 1 if something should change. Nothing is started.
+    """
+    from seer.config_check.command import Given, check
+
+    text, changes = check(file, sets, Given(model, engines, gpu_gib, memory, disk_gib, mean_tokens))
+    click.echo(text)
+    sys.exit(1 if changes else 0)

@@ -1,0 +1,108 @@
+"""`seer config check`: finds the facts, and prints settings and advice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from seer.common.config import Config, load_with_sources
+from seer.common.errors import InvalidField
+from seer.common.policy.device_defaults import Device, engine_defaults
+from seer.common.process.log import printable
+from seer.common.process.memory import limit_bytes
+from seer.common.weights.safetensors import open_regular
+from seer.config_check.advice import Advice, advice
+from seer.config_check.facts import MEAN_TOKENS, Facts
+from seer.config_check.settings import Row, gib, rows
+from seer.local.hardware import Hardware
+from seer.rollout.files import model_json
+
+INDEX, MOST_INDEX_BYTES = "model.safetensors.index.json", 100_000_000
+
+MEMORY_ROLES = ("buffer", "dgds", "engine")
+"""Roles whose limit matters here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the command line says of a cluster; None and empty: what is here. `memory`: in GiB by role."""
+
+    model: Path | None = None
+    engines: int | None = None
+    gpu_gib: float | None = None
+    memory: Mapping[str, float] | None = None
+    disk_gib: float | None = None
+    mean_tokens: int = MEAN_TOKENS
+
+
+def check(file: Path, sets: Sequence[str], given: Given) -> tuple[str, bool]:
+    """Return what to print, and whether something should change. Raises `ConfigError`, `InvalidField`."""
+    config, sources = load_with_sources(file, os.environ, sets)
+    facts = find(config, given)
+    wanted = advice(config, sources, facts)
+    return str(printable(shown(rows(config, sources, facts), wanted, facts))), bool(wanted)
+
+
+def find(config: Config, given: Given) -> Facts:
+    """Return the facts: those that are given, else those of this machine."""
+    model = given.model or Path(config.shared.model or "/nonexistent")
+    if given.model is not None and not model.is_dir():
+        raise InvalidField("--model", str(model), "give a folder with the model's config.json and its index")
+    devices = Hardware.here().devices
+    here = engine_defaults(devices, config.engine.tensor_parallel, {}).instances
+    if given.gpu_gib is not None:
+        size = int(given.gpu_gib * 2**30)
+        devices = [Device(name="0", total_bytes=size, free_bytes=size)]
+    memory = {role: int(size * 2**30) for role, size in (given.memory or {}).items()}
+    limit = limit_bytes()
+    return Facts(
+        engines=given.engines or here,
+        devices=devices,
+        model=model_json(model) if (model / "config.json").is_file() else {},
+        weight_bytes=weight_bytes(model),
+        memory={role: memory.get(role, limit) for role in MEMORY_ROLES},
+        room_bytes=_room(config) if given.disk_gib is None else int(given.disk_gib * 2**30),
+        mean_tokens=given.mean_tokens,
+        elsewhere=(given.engines or 0) > here,
+    )
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the size of a model's weights, by its index, else by its files; 0: there are none."""
+    try:
+        with open_regular(model / INDEX) as index:
+            size = json.loads(index.read(MOST_INDEX_BYTES))["metadata"]["total_size"]
+        if isinstance(size, int | float) and size > 0:
+            return int(size)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts) -> str:
+    """Return the text: settings by role, then the facts, then the advice."""
+    lines: list[str] = []
+    role = ""
+    for row in settings:
+        if row.role != role:
+            role = row.role
+            lines.append(f"{role}:")
+        lines.append(f"  {row.key:36} {row.value:34} {row.source}")
+    weights = f"weights of {gib(facts.weight_bytes)}" if facts.weight_bytes else "weights of unknown size"
+    on = f"GPUs of {gib(facts.devices[0].total_bytes)}" if facts.devices else "CPUs"
+    memory = ", ".join(f"{role} {gib(size)}" for role, size in facts.memory.items() if size)
+    lines.append(f"judged for {facts.engines:,} engines on {on}, {weights}; memory: {memory}")
+    lines += [f"change {each.what}: {each.now} -> {each.wanted}\n  {each.why}" for each in wanted]
+    return "\n".join(lines if wanted else [*lines, "nothing to change"])
+
+
+def _room(config: Config) -> int:
+    """Return the room where the spool is, or will be, on this machine."""
+    folder = Path(config.buffer.spool or tempfile.gettempdir()).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return shutil.disk_usage(there).free

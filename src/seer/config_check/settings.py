@@ -1,0 +1,121 @@
+"""Every setting of a configuration: who reads it, its value, and where the value comes from. Pure.
+
+Invariants (tests/unit/test_config_check.py):
+- each setting is there once, but those of the replay backend where that is not used;
+- a value that follows from memory, devices or the model is the one that the process computes by itself from
+  the same facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from seer.common.config import Config
+from seer.common.process.memory import Bound
+from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
+from seer.common.tables import toml_value
+from seer.config_check.facts import Facts, held
+
+ROLES = {
+    "shared": "all", "endpoints": "all", "security": "all", "log": "all", "buffer": "buffer",
+    "context": "context", "dgds": "dgds", "engine": "engine", "drafts": "engine", "pool": "engine, pool",
+    "gateway": "gateway",
+}  # fmt: skip
+"""Who reads a section. The context service also reads buffer.policy, the gateway buffer.update_seconds."""
+
+VLLMS = "vLLM's own"
+
+LEFT_OPEN = {
+    "buffer.chunk_size": "a 64th of a response's max_tokens, at least 256",
+    "engine.kv_blocks": "as many as fit",
+    "engine.kv_cache_gib": "a share of free memory, on CPUs",
+    "engine.max_num_batched_tokens": VLLMS,
+    "engine.max_model_len": "the model's own limit",
+    "engine.async_scheduling": "on GPUs",
+    "drafts.max_paths": "as many as pay",
+    "pool.dram_gib": "a share of free memory",
+    "pool.pull_tokens": "as many as take less time to compute",
+}
+"""What a setting without a value comes to; those of `engine.vllm` are vLLM's own."""
+
+
+class Row(NamedTuple):
+    """One setting. `value` is as TOML has it, or a text in brackets where it has none."""
+
+    role: str
+    key: str
+    value: str
+    source: str
+
+
+def rows(config: Config, sources: Mapping[str, str], facts: Facts) -> list[Row]:
+    """Return all settings. `sources`: those of `load_with_sources`."""
+    derived = dict(_derived(config, facts))
+    found = []
+    for key, value in _flat(msgspec.to_builtins(config)):
+        if key.startswith("engine.replay.") and config.engine.backend != "replay":
+            continue
+        source = sources.get(key, "default")
+        if value is None and key in derived:
+            value, source = derived[key]
+        section = key.partition(".")[0]
+        found.append(Row(ROLES[section], key, _shown(key, value), source))
+    return sorted(found, key=lambda row: list(ROLES.values()).index(row.role))
+
+
+def number(value: float) -> str:
+    """Return a number as TOML has it, with its thousands apart."""
+    return f"{value:_}" if isinstance(value, int) else f"{value:g}"
+
+
+def gib(size: float) -> str:
+    """Return a size as people read it."""
+    if size < 2**30:
+        return f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**30:.3g} GiB" if size < 1000 * 2**30 else f"{size / 2**30:,.0f} GiB"
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(key: str, value: object) -> str:
+    if value is None:
+        return f"({LEFT_OPEN.get(key, VLLMS)})"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number(value)
+    return toml_value(value)
+
+
+def _derived(config: Config, facts: Facts) -> Iterator[tuple[str, tuple[object, str]]]:
+    for role, bounds in (("buffer", buffer_bounds(config.buffer)), ("dgds", dgds_bounds(config.dgds))):
+        limit = facts.memory.get(role, 0)
+        for each in bounds:
+            yield each.key, (held(each, limit), _of_memory(each, limit))
+    defaults = facts.defaults(config)
+    where = f"default: {_device(facts)}"
+    yield "shared.block_size", (defaults.block_size, where)
+    if config.engine.backend == "vllm":
+        for name, value in defaults.unset(config.engine).items():
+            if value is not None and (facts.devices or name != "gpu_memory_utilization"):
+                yield f"engine.{name}", (value, where)
+
+
+def _of_memory(bound: Bound, limit: int) -> str:
+    if held(bound, limit) == bound.most:
+        return "default where memory abounds"
+    return f"default: {bound.share:.0%} of {gib(limit)} of memory"
+
+
+def _device(facts: Facts) -> str:
+    if not facts.devices:
+        return "on CPUs"
+    device = facts.devices[0]
+    return f"on {device.model or 'a GPU'} of {gib(device.total_bytes)}"
