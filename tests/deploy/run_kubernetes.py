@@ -32,6 +32,13 @@ USER = "prometheus:no-secret-of-yours"
 
 SMALL = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
 CONTAINERS = {"seer-head": 3, "seer-engine": 1, "seer-pool-master": 1, "seer-pool-owner": 1}
+SETTINGS = {
+    "seer-head": ["SEER_BUFFER__CHUNK_SIZE=32"],
+    "seer-engine": [
+        "SEER_ENGINE__KV_BLOCKS=512", "SEER_ENGINE__MAX_NUM_SEQS=32", "SEER_ENGINE__MAX_MODEL_LEN=512",
+    ],
+    "seer-pool": ["SEER_POOL__PULL_TOKENS=16"],
+}  # fmt: skip
 
 SCRAPE = """
 import base64, ssl, urllib.request
@@ -58,6 +65,33 @@ def check_cluster():
     say(f"cluster: Kubernetes {told['serverVersion']['gitVersion']}")
 
 
+def overlay(kind, core, cpu):
+    """Return the kustomization of small pods on CPUs; `kind`: `base`, or `pool` for a pool beside it."""
+    with_pool = kind == "pool"
+    patches = []
+    for name, count in CONTAINERS.items():
+        path = "/spec/template/spec/containers/{}/resources"
+        steps = [{"op": "replace", "path": path.format(at), "value": SMALL} for at in range(count)]
+        if with_pool or "pool" not in name:
+            patches.append({"target": {"kind": "StatefulSet", "name": name}, "patch": json.dumps(steps)})
+    claim = "/spec/volumeClaimTemplates/0/spec/resources/requests/storage"
+    steps = [{"op": "replace", "path": claim, "value": "1Gi"}]
+    patches.append({"target": {"kind": "StatefulSet", "name": "seer-head"}, "patch": json.dumps(steps)})
+    images = []
+    for name, image in (("core", core), ("cpu", cpu), ("cuda", cpu)):
+        new, _, tag = image.rpartition(":")
+        images.append({"name": f"seer-{name}", "newName": new, "newTag": tag})
+    settings = [
+        {"name": name, "behavior": "merge", "literals": literals}
+        for name, literals in SETTINGS.items()
+        if with_pool or "pool" not in name
+    ]
+    return {
+        "resources": ["../base", *["../pool"] * with_pool], "namespace": "seer",
+        "images": images, "patches": patches, "configMapGenerator": settings,
+    }  # fmt: skip
+
+
 class Cluster:
     """What docs/deployment.md says to make; everything is deleted at the end."""
 
@@ -72,12 +106,6 @@ class Cluster:
         )  # fmt: skip
         self.manifests = folder / "kubernetes"
         shutil.copytree(REPO / "ops" / "kubernetes", self.manifests)
-        file = self.manifests / "base" / "seer.toml"
-        text = file.read_text() + "\n[engine]\nkv_blocks = 512\nmax_num_seqs = 32\nmax_model_len = 512\n"
-        for section, setting in (("buffer", "chunk_size = 32"), ("pool", "pull_tokens = 16")):
-            assert f"\n[{section}]" in text
-            text = text.replace(f"\n[{section}]", f"\n[{section}]\n{setting}\n#", 1)
-        file.write_text(text)
 
     def __enter__(self):
         return self
@@ -145,29 +173,10 @@ class Cluster:
                 seconds=READY_SECONDS + 30)  # fmt: skip
 
     def install(self, kind):
-        """Apply `base` or `pool` with small pods on CPUs; wait until all are ready."""
+        """Apply `base`, or with `pool` beside it, with small pods on CPUs; wait until all are ready."""
         mine = self.manifests / f"mine-{kind}"
         mine.mkdir()
-        patches = []
-        for name, count in CONTAINERS.items():
-            path = "/spec/template/spec/containers/{}/resources"
-            steps = [{"op": "replace", "path": path.format(at), "value": SMALL} for at in range(count)]
-            if kind == "pool" or "pool" not in name:
-                patches.append({"target": {"kind": "StatefulSet", "name": name}, "patch": json.dumps(steps)})
-        claim = "/spec/volumeClaimTemplates/0/spec/resources/requests/storage"
-        steps = [{"op": "replace", "path": claim, "value": "1Gi"}]
-        patches.append({"target": {"kind": "StatefulSet", "name": "seer-head"}, "patch": json.dumps(steps)})
-        images = []
-        for name, image in (("core", self.core), ("cpu", self.cpu), ("cuda", self.cpu)):
-            new, _, tag = image.rpartition(":")
-            images.append({"name": f"seer-{name}", "newName": new, "newTag": tag})
-        kustomization = {
-            "resources": [f"../{kind}"],
-            "namespace": "seer",
-            "images": images,
-            "patches": patches,
-        }
-        (mine / "kustomization.yaml").write_text(json.dumps(kustomization))
+        (mine / "kustomization.yaml").write_text(json.dumps(overlay(kind, self.core, self.cpu)))
         kubectl("apply", "-k", mine)
         for workload in kubectl("-n", "seer", "get", "statefulsets,deployments", "-o", "name").split():
             kubectl("-n", "seer", "rollout", "status", workload, f"--timeout={READY_SECONDS}s",

@@ -216,9 +216,7 @@ def status(connect: str, as_json: bool, **options: object) -> None:
     help="Most seconds of all checks.  [default: 600]",
 )  # fmt: skip
 @click.option("--json", "json_file", type=FILE, help="Write all lines as JSON, after each one.")
-@click.option(
-    "--bundle", type=FILE, help="Write a tar.gz for a bug report: no prompts, no secrets."
-)
+@click.option("--bundle", type=FILE, help="Write a tar.gz for a bug report: no prompts, no secrets.")
 @CONFIG
 def doctor(
     only: str, seconds: float | None, json_file: Path | None, bundle: Path | None, **options: object
