@@ -32,6 +32,7 @@ from seer.services.buffer.events import (
     ToTrainer,
     Weights,
 )
+from seer.services.buffer.failed_prompts import FailedPrompts
 from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.chunk_file import Output
@@ -115,6 +116,7 @@ class Conductor:
         self._out, self._observers = out, observers
         self._deliveries = Deliveries()
         self.conversations = Conversations()
+        self.refusals = FailedPrompts()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
         self._sessions: dict[bytes, int] = {}
@@ -194,6 +196,7 @@ class Conductor:
             del self._sessions[address]
             self._trainers.forget(address)
         self.apply(Tick())
+        self.log_refusals()
 
     # --- instructions to messages ------------------------------------------------------------
 
@@ -265,7 +268,7 @@ class Conductor:
                 self._out.trainer(name, answer)
             case ToIncarnation(address, answer):
                 if isinstance(answer, wire.Refused):
-                    self._log_refusal(answer)
+                    self.refusals.add(answer)
                 self._out.incarnation(address, answer)
             case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                 self._out.publish(item)
@@ -295,14 +298,18 @@ class Conductor:
                 self._images.release(group_id)
                 self._deliver(self._deliveries.forget(group_id))
 
-    def _log_refusal(self, refused: wire.Refused) -> None:
-        self._log.info(
-            "prompts refused",
-            rollout=refused.rollout_id,
-            prompts=len(refused.prompt_ids),
-            code=refused.code,
-            why=refused.message,
-        )
+    def log_refusals(self, *, last: bool = False) -> None:
+        """Log which prompts were refused or failed, in few lines; `last`: all that are not logged yet."""
+        for fold in self.refusals.due(self._clock.now(), last=last):
+            log = self._log.info if fold.expected else self._log.warning
+            log(
+                "prompts cancelled" if fold.expected else "prompts failed",
+                rollout=fold.rollout_id,
+                prompts=fold.prompts,
+                ids=fold.first,
+                code=fold.code,
+                why=fold.why,
+            )
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for address, group_id in ready:

@@ -193,6 +193,7 @@ class BufferServer:
                 self._rows.dump()
             raise
         finally:
+            self.conductor.log_refusals(last=True)
             self._rows.close()
             self._kept.close()
 
@@ -292,13 +293,15 @@ class BufferServer:
         try:
             prompts = submissions.prompts(submit)
         except InvalidField as error:
-            return wire.Refused(
+            refused = wire.Refused(
                 code=RequestRefused.code,
                 message=str(error),
                 rollout_id=submit.rollout_id,
                 prompt_ids=submit.prompt_ids,
                 submission=submit.submission,
             )
+            self.conductor.refusals.add(refused)
+            return refused
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(

@@ -3,6 +3,7 @@
 import numpy as np
 import orders
 import pytest
+import structlog
 from msgspec import structs
 
 from seer.common import wire
@@ -13,6 +14,7 @@ from seer.services.buffer import sleep_machine, submissions
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
+from seer.services.buffer.failed_prompts import FOLD_SECONDS
 from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import deliveries, events, state
@@ -501,3 +503,22 @@ def test_images_that_cannot_stand_where_they_are_said_to_are_refused_by_name(ima
     with pytest.raises(InvalidField) as refused:
         world.submit(images=images)
     assert refused.value.field == field
+
+
+def test_a_buffer_warns_of_prompts_that_fail_and_not_of_those_that_are_cancelled():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit(("long", "longer"), max_tokens=10_000)
+    with structlog.testing.capture_logs() as logs:
+        world.conductor.tick()
+    [line] = [each for each in logs if each["event"] == "prompts failed"]
+    assert line["log_level"] == "warning"
+    assert (line["prompts"], line["rollout"]) == (2, "r")
+    assert line["ids"] == ["r/long", "r/longer"]
+    assert "10000" in line["why"]
+    world.time += FOLD_SECONDS
+    world.submit()
+    world.conductor.apply(orders.cancelled("t", "r", []))
+    with structlog.testing.capture_logs() as logs:
+        world.conductor.tick()
+    assert [(each["event"], each["log_level"]) for each in logs] == [("prompts cancelled", "info")]
