@@ -1,15 +1,16 @@
 #!/bin/sh
-# Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), `exporter`,
+# Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), `exporter`, `gateway`,
 # `pool-master` and `pool-owner`, or several: `install.sh head exporter node 0`. Run it as root, from anywhere;
 # running it again changes nothing but the units. Those of services get the keys in /etc/seer/keys, if there are any:
-# server.key on the head, engine.key on nodes, observer.key for the exporter, and the folder public (docs/security.md).
+# server.key on the head, engine.key on nodes, observer.key for the exporter, trainer-gateway.key for the gateway, and the
+# folder public (docs/security.md).
 #   PREFIX   where `bin/seer` is installed (default /opt/seer)
 #   ALLOW    addresses that services may talk to besides this machine's own, e.g. "10.0.0.0/8 fd00::/8"; name servers
 #            count, too (default: what an earlier run was given, else all)
 #   DESTDIR  another root to install into, for images; nothing is started there
 set -eu
 
-usage() { sed -n '2,9s/^# //p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10s/^# //p' "$0" >&2; exit 2; }
 die() { echo "error: $*" >&2; exit 1; }
 
 prefix=${PREFIX:-/opt/seer} root=${DESTDIR:-} here=$(cd "$(dirname "$0")" && pwd)
@@ -17,7 +18,7 @@ units=
 while [ $# -gt 0 ]; do
   case $1 in
     head) units="$units seer-buffer.service seer-context.service seer-dgds.service"; shift ;;
-    exporter | pool-master | pool-owner) units="$units seer-$1.service"; shift ;;
+    exporter | gateway | pool-master | pool-owner) units="$units seer-$1.service"; shift ;;
     node)
       shift
       case ${1:-} in [0-9]*) ;; *) die "node: give a number per model replica, e.g. node 0 1" ;; esac
@@ -48,6 +49,7 @@ for unit in $units; do
   case $unit in
     seer-engine@*) unit=seer-engine@.service key=$keys/engine.key ;;
     seer-exporter.service) key=$keys/observer.key ;;
+    seer-gateway.service) key=$keys/trainer-gateway.key ;;
     seer-pool-*) continue ;;
     *) key=$keys/server.key ;;
   esac

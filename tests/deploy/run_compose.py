@@ -1,8 +1,8 @@
 """`make compose-test`: builds the images, runs a head and two nodes, kills a node in the middle of a rollout.
 
 What must hold: all services become healthy; a client on a network of its own gets every response exactly once,
-and the same tokens as in a run that nothing disturbed; every process has a key, and a stranger's endless message and
-questions are cut off; every container has a limit of memory.
+and the same tokens as in a run that nothing disturbed; the gateway chats over HTTP with who has a key; every process
+has a key, and a stranger's endless message and questions are cut off; every container has a limit of memory.
 
 Head, nodes and client are compose projects and a container of their own, as on machines of their own; each node
 and the client share with the head one internal network, and nothing with each other. Environment: DOCKER (the
@@ -96,7 +96,7 @@ class Projects:
 
     def _overlay(self, name):
         joined = NETWORKS if name == "head" else [name]
-        services = ["buffer", "context", "dgds", "exporter"] if name == "head" else ["engine"]
+        services = ["buffer", "context", "dgds", "exporter", "gateway"] if name == "head" else ["engine"]
         return {
             "services": {service: {"networks": joined} for service in services},
             "networks": {network: {"external": True, "name": f"{NAME}-{network}"} for network in joined},
@@ -118,7 +118,7 @@ class Projects:
 
     def __call__(self, name, *command):
         """Run a compose command in one project."""
-        profiles = ["head", "metrics"] if name == "head" else ["node"]
+        profiles = ["head", "metrics", "gateway"] if name == "head" else ["node"]
         files = ["-f", REPO / "compose" / "compose.yaml", "-f", self.folder / f"{name}.yaml"]
         return run(
             *self.compose, *files, "-p", f"{NAME}-{name}",
@@ -191,6 +191,17 @@ def metrics():
     assert "seer_up 1.0" in told
 
 
+def chat(projects):
+    """A chat goes through the gateway and its jobs."""
+    answer = docker(
+        "run", "--rm", "--network", f"{NAME}-client", "-v", f"{projects.keys}:/keys:ro", "--entrypoint", "python",
+        "seer:core", "-c", support.CHAT, "http://gateway:7110", "/keys",
+    )  # fmt: skip
+    status, text = answer.split(" ", 1)
+    assert status == "401", answer
+    say(f"the gateway refuses who has no key, and answers who has one: {text!r}")
+
+
 def strangers(projects):
     """Without a key, or with a wrong one, nobody gets in, and a message of endlessly many parts takes nothing."""
     everything = [each for name in ("head", "node2") for each in projects.containers(name)]
@@ -225,6 +236,7 @@ def test():
             say("waiting until all containers are healthy")
             until("healthy containers", HEALTHY_SECONDS, projects.healthy, pause=2.0)
             metrics()
+            chat(projects)
             rollouts(projects, folder)
             strangers(projects)
     say("passed")

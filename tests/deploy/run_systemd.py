@@ -1,8 +1,9 @@
 """`make systemd-test`: boots the units in a tree of their own, kills a service and freezes another.
 
-What must hold: all units become active, hardened as their files say; an engine killed in the middle of a rollout is started again by systemd
-and the rollout ends with the tokens of an undisturbed one; a frozen service is noticed by its watchdog, killed
-and started again; a rollout works afterwards; stopping the target ends everything in order.
+What must hold: all units become active, hardened as their files say; the gateway chats over HTTP with who has a
+key; an engine killed in the middle of a rollout is started again by systemd and the rollout ends with the tokens
+of an undisturbed one; a frozen service is noticed by its watchdog, killed and started again; a rollout works
+afterwards; stopping the target ends everything in order.
 
 The tree is a Debian made by debootstrap, booted by systemd-nspawn with a network of its own.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 import support
 from support import MODEL, PROMPTS, REPO, CannotRun, run, say, until
 
-UNITS = ["seer-buffer", "seer-context", "seer-dgds", "seer-engine@0"]
+UNITS = ["seer-buffer", "seer-context", "seer-dgds", "seer-engine@0", "seer-gateway"]
 READY_SECONDS = 300
 ROLLOUT_SECONDS = 600
 WATCHDOG_SECONDS = 5
@@ -55,8 +56,17 @@ def install(tree, wheels):
         [*pip, "--require-hashes", *locks],
         [*pip, "-r", "/src/requirements/torch-cpu.lock", built],
         ["/opt/seer/bin/seer", "keys", "init", "/etc/seer/keys"],
-        ["/opt/seer/bin/seer", "keys", "add", "/etc/seer/keys", "engine:*", "trainer:run"],
-        ["env", "ALLOW=10.0.0.0/8", "sh", "/src/compose/systemd/install.sh", "head", "node", "0"],
+        [
+            "/opt/seer/bin/seer",
+            "keys",
+            "add",
+            "/etc/seer/keys",
+            "engine:*",
+            "trainer:run",
+            "trainer:gateway",
+            "http:agents",
+        ],
+        ["env", "ALLOW=10.0.0.0/8", "sh", "/src/compose/systemd/install.sh", "head", "gateway", "node", "0"],
     ):
         run("systemd-nspawn", "-q", "--register=no", "--keep-unit", "-D", tree, *binds, "--", *command)
     shutil.copytree(MODEL, tree / "srv" / "model")
@@ -177,6 +187,16 @@ def check_hardening(machine):
         say(f"{missing}: {lines[0] if lines else 'nothing said against it'}")
 
 
+def chat(machine):
+    """A chat goes through the gateway and its jobs, which lower their priority and bound their memory."""
+    answer = machine(
+        "/opt/seer/bin/python", "-c", support.CHAT, "http://127.0.0.1:7110", "/etc/seer/keys", seconds=120
+    )
+    status, text = answer.stdout.split(" ", 1)
+    assert status == "401", answer.stdout
+    say(f"the gateway refuses who has no key, and answers who has one: {text.strip()!r}")
+
+
 def kill_an_engine(machine):
     """SIGKILL the only engine in the middle of a rollout: systemd brings it back, the rollout ends."""
     out = machine.tree / "srv" / "killed.jsonl"
@@ -236,6 +256,7 @@ def test():
             asked = machine("/opt/seer/bin/seer", "status", "--connect", "tcp://127.0.0.1:7101", check=False)
             assert asked.returncode == 1
             assert "keys are used at one end alone" in asked.stdout + asked.stderr
+            chat(machine)
             say("rollout without disturbance")
             run(*machine.rollout("reference.jsonl"), seconds=ROLLOUT_SECONDS)
             kill_an_engine(machine)

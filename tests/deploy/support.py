@@ -37,6 +37,22 @@ PYTHON = (3, 11)
 """What the suite has; the lock files must be made for it, so `make` must use the same."""
 
 
+CHAT = """
+import json, pathlib, sys, urllib.error, urllib.request
+url, keys = sys.argv[1:]
+chat = {"model": "model", "messages": [{"role": "user", "content": "10 8 5 > 13"}], "max_tokens": 16}
+asked = urllib.request.Request(url + "/v1/chat/completions", json.dumps(chat).encode())
+asked.add_header("Content-Type", "application/json")
+try:
+    refused = urllib.request.urlopen(asked, timeout=60).status
+except urllib.error.HTTPError as error:
+    refused = error.code
+asked.add_header("Authorization", "Bearer " + (pathlib.Path(keys) / "http-agents.key").read_text().split()[1])
+answer = json.load(urllib.request.urlopen(asked, timeout=60))
+print(refused, answer["choices"][0]["message"]["content"])
+"""
+"""A program: the status of a chat without a key, and the answer to a chat with one."""
+
 BUILDKIT = os.environ | {"DOCKER_BUILDKIT": "1"}
 
 
@@ -191,7 +207,10 @@ max_model_len = 512
 def keys(folder, user):
     """Make keys for the services, engines of any name and a trainer, for a user's id; return the folder."""
     seer = Path(sys.executable).with_name("seer")
-    for command in (["init", folder], ["add", folder, "engine:*", "observer:*", "trainer:run"]):
+    for command in (
+        ["init", folder],
+        ["add", folder, "engine:*", "observer:*", "trainer:run", "trainer:gateway", "http:agents"],
+    ):
         run(seer, "keys", *command)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, user, user)

@@ -1,9 +1,11 @@
 """The deployment files: what can be checked of them without root or a daemon."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import pytest
 import yaml
 
 from seer.common.config import load
+from seer.common.process.notify import Notifier
 
 COMPOSE = Path(__file__).resolve().parents[2] / "compose"
 UNITS = sorted(path.name for path in (COMPOSE / "systemd").glob("*.service"))
-MAX_EXPOSURE = {"seer-engine@.service": 16, "seer-pool-owner.service": 15}
+MAX_EXPOSURE = {"seer-engine@.service": 16, "seer-pool-owner.service": 15, "seer-gateway.service": 13}
 """Of 100, as `systemd-analyze security` counts; an unhardened service has over 90. Others have 12 at most."""
 
 
@@ -71,11 +74,13 @@ def test_units_are_hardened_restarted_and_watched(installed, name):
 
 
 def test_units_may_listen_where_the_example_configuration_has_them():
-    config = load(COMPOSE / "seer.toml").endpoints
+    loaded = load(COMPOSE / "seer.toml")
+    config, gateway = loaded.endpoints, loaded.gateway
     owns = {
         "buffer": [config.trainers, config.engines, config.events, config.event_snapshots],
         "context": [config.estimates, config.estimate_snapshots],
         "dgds": [config.dgds],
+        "gateway": [gateway.data, gateway.control],
     }
     for name, endpoints in owns.items():
         text = (COMPOSE / "systemd" / f"seer-{name}.service").read_text()
@@ -113,6 +118,51 @@ def test_every_container_has_a_limit_of_memory_that_can_be_set():
         assert re.fullmatch(wanted, service["mem_limit"]), name
 
 
+@pytest.mark.parametrize("name", ["gateway", "pool-owner"])
+def test_a_container_is_healthy_once_its_own_service_is_ready(name, tmp_path):
+    """Whatever the master of a pool, or the buffer, does."""
+    service = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"][name]
+    kind, command = service["healthcheck"]["test"]
+    file = tmp_path / "alive"
+    assert (kind, command.count(service["environment"]["SEER_ALIVE_FILE"])) == ("CMD-SHELL", 2)
+    command = command.replace(service["environment"]["SEER_ALIVE_FILE"], str(file))
+
+    def healthy():
+        return (
+            subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False).returncode
+            == 0
+        )
+
+    assert not healthy()
+    notifier = Notifier({"SEER_ALIVE_FILE": str(file)})
+    assert not healthy()
+    notifier.ready()
+    assert healthy()
+    os.utime(file, (time.time() - 70,) * 2)
+    assert not healthy()
+
+
+def test_the_gateway_is_a_trainer_with_a_key_of_its_own():
+    """systemd and compose give it the same one, and it asks whom it serves for theirs."""
+    compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    service = compose["services"]["gateway"]
+    (secret,) = service["secrets"]
+    assert compose["secrets"][secret["source"]]["file"].endswith("/trainer-gateway.key")
+    assert (
+        "seer-gateway.service) key=$keys/trainer-gateway.key"
+        in (COMPOSE / "systemd" / "install.sh").read_text()
+    )
+    environ = {
+        name: value
+        for name, value in service["environment"].items()
+        if "GATEWAY" in name or "SECURITY" in name
+    }
+    config = load(None, environ)
+    assert (config.gateway.data, config.gateway.control) == ("0.0.0.0:7110", "0.0.0.0:7111")
+    assert (config.security.key, config.security.peers) == ("/run/secrets/key", "/etc/seer/keys/peers")
+    assert service["ports"] == ["127.0.0.1:7110:7110", "127.0.0.1:7111:7111"]  # no TLS
+
+
 @pytest.mark.parametrize("compose", [["docker-compose"], ["docker", "compose"]], ids=" ".join)
 def test_compose_takes_the_file(compose):
     if shutil.which(compose[0]) is None:
@@ -120,7 +170,9 @@ def test_compose_takes_the_file(compose):
     if subprocess.run([*compose, "version"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip(f"{' '.join(compose)} is not installed")
     files = ["-f", COMPOSE / "compose.yaml", "-f", COMPOSE / "compose.cuda.yaml"]
-    profiles = [part for name in ("head", "node", "pool") for part in ("--profile", name)]
+    profiles = [
+        part for name in ("head", "node", "pool", "gateway", "metrics") for part in ("--profile", name)
+    ]
     found = subprocess.run(
         [*compose, *files, *profiles, "config"], cwd=COMPOSE, capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip
