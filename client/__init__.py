@@ -34,6 +34,7 @@ from seer.common.errors import (
     Unreachable,
     WeightsRefused,
 )
+from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
 from seer.common.wire import Progress, Status, WeightsLive
 
@@ -67,6 +68,7 @@ __all__ = [
     "SeerError",
     "SharedTensors",
     "Status",
+    "StructuredOutputs",
     "SyncDynamicSampling",
     "SyncOpenRollout",
     "SyncPromptInFlight",

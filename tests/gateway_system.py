@@ -33,12 +33,12 @@ ENDLESS = {"ignore_eos": True, "max_tokens": 50_000}
 
 
 class GatewaySystem:
-    """Use in a `with`; `backend`: settings of the engines."""
+    """Use in a `with`; `backend`: settings of the engines. `model`: a folder, which is copied."""
 
-    def __init__(self, *backend: str) -> None:
+    def __init__(self, *backend: str, model: Path = MODEL) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
         self.model = self.folder / "model"
-        shutil.copytree(MODEL, self.model)
+        shutil.copytree(model, self.model)
         (self.model / "chat_template.jinja").write_text(TEMPLATE)
         self.endpoint = f"ipc://{self.folder}/trainers"
         self._backend = backend or REPLAY

@@ -53,7 +53,7 @@ WHERE = ("engines", "engines and teacher")
 PROMPTS = 24
 """Of them, four are those of the faults in one prompt of twelve."""
 
-CELLS = ("chunk-16", "sampling", "pool-migrate", "drafts-sampling")
+CELLS = ("chunk-16", "sampling", "structured", "pool-migrate", "drafts-sampling")
 
 
 class Lasting(Runner):
@@ -152,7 +152,7 @@ def systems(names: list[str], folder: Path) -> Iterator[tuple[list[tuple[str, st
     sampling = SamplingParams(max_tokens=128)
     config = load(None, {}, [f"shared.model={EXAMPLE / 'model'}", "engine.dtype=float32"])
     job = Job(prompts=text, n=2, sampling=sampling, seed=0, config=config, min_tokens=1)
-    if wanted := of_kind(names, "context", "key", "position", "history", "order", "pool", "draft"):
+    if wanted := of_kind(names, "context", "key", "position", "history", "order", "pool", "draft", "grammar"):
         yield wanted, config, job
     if wanted := of_kind(names, "image"):
         vision_models.make("qwen2-vl", images)

@@ -75,7 +75,11 @@ class Scripted(Replayed):
     ) -> Outcome:
         outcome = Outcome()
         for place, ids in prompts.items():
-            said = self.tokenizer.encode(next_text(self.tokenizer.decode(ids)) + END)
+            text = next_text(self.tokenizer.decode(ids))
+            if sampling.structured_outputs is not None:  # calls are demanded, as JSON
+                call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+                text = json.dumps([{"name": call["name"], "parameters": call["arguments"]}])
+            said = self.tokenizer.encode(text + END)
             tokens = np.array(said, np.int32)
             logprobs = -np.ones(len(tokens), np.float32)
             responses = tuple(Response(each, tokens, logprobs, None, "stop", "") for each in range(n))

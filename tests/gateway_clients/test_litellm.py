@@ -31,8 +31,8 @@ def test_completions(data):
 
 
 def test_errors(data):
-    with pytest.raises(litellm.BadRequestError, match="response_format"):
+    with pytest.raises(litellm.BadRequestError, match="structured_outputs"):
         litellm.completion(
             model="hosted_vllm/model", api_base=f"{data}/v1", messages=MESSAGES,
-            response_format={"type": "json_object"},
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"multipleOf": 3}}},
         )  # fmt: skip

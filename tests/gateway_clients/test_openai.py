@@ -105,10 +105,8 @@ def test_errors(client):
     with pytest.raises(openai.NotFoundError, match="this system has 'model' alone"):
         client.completions.create(model="other", prompt="1")
     with pytest.raises(openai.BadRequestError, match="response_format") as info:
-        client.chat.completions.create(
-            model="model", messages=MESSAGES, response_format={"type": "json_object"}
-        )
-    assert info.value.param == "response_format"
+        client.chat.completions.create(model="model", messages=MESSAGES, response_format={"type": "xml"})
+    assert info.value.param == "response_format.type"
     with pytest.raises(openai.BadRequestError, match=r"temperature = -1\.0: must be in"):
         client.completions.create(model="model", prompt="1", temperature=-1)
 

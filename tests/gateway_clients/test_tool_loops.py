@@ -171,7 +171,7 @@ def test_smolagents(url, look_up):
         return look_up(key)
 
     look_up_.name = "look_up"
-    model = smolagents.OpenAIModel("model", api_base=url, api_key="none", tool_choice="auto")
+    model = smolagents.OpenAIModel("model", api_base=url, api_key="none")
     agent = smolagents.ToolCallingAgent([look_up_], model, verbosity_level=0)
     assert agent.run(ASKED) == SUM
     assert look_up.keys == KEYS

@@ -41,8 +41,8 @@ class Fault:
     for in this chunk's text alone; `slots`: in which order KV from the pool is put into blocks; `zeroes`: KV of a
     block is lost; `forgets_drafts`: rows after drafts are sampled as if other tokens had been drafted; `stops_late`:
     of the tokens of a step, a stop string is looked for at the last; `routes`: what is wrong with the expert ids of
-    its tokens. `where` says which chunks are wrong: those that
-    go on.
+    its tokens; `grammar`: with the tokens that its grammar takes to go on. `where` says which chunks are wrong: those
+    that go on.
     """
 
     kind: str
@@ -56,6 +56,7 @@ class Fault:
     forgets_drafts: bool = False
     stops_late: bool = False
     routes: Callable[[Any], None] | None = None
+    grammar: Callable[[list[int]], list[int]] | None = None
     where: Callable[[Any], bool] = lambda chunk: len(chunk.tokens) > chunk.counts_from
 
 
@@ -245,6 +246,8 @@ FAULTS: dict[str, Fault] = {
     "draft-history-lost": Fault("draft", "drafts-sampling", forgets_drafts=True),
     "draft-stops-late": Fault("draft", "drafts-sampling", stops_late=True),
     "routes-shifted": Fault("routes", "chunk-16", routes=lambda end: _shift(end)),
+    "grammar-last-token-lost": Fault("grammar", "structured", grammar=lambda tokens: tokens[:-1]),
+    "grammar-begins-anew": Fault("grammar", "structured", grammar=lambda tokens: []),
     "image-of-the-first": Fault("image", "chunk-16", chunk=_images(lambda m: [m[0]] * len(m))),
     "image-exchanged": Fault("image", "chunk-16", chunk=_images(lambda images: images[::-1])),
     "image-negated": Fault("image", "chunk-16", chunk=_images(lambda m: [_painted(each) for each in m])),
@@ -365,6 +368,17 @@ def _plant_in_texts(module: ModuleType, now: Now) -> None:
     module.StopStrings = planted
 
 
+def _plant_in_grammars(module: ModuleType, now: Now) -> None:
+    so_far = module.Grammars._so_far
+
+    @functools.wraps(so_far)
+    def planted(self: Any, request: Any) -> list[int]:
+        fault, tokens = now(), so_far(self, request)
+        return tokens if fault is None or fault.grammar is None else fault.grammar(tokens)
+
+    module.Grammars._so_far = planted
+
+
 def _late(stops: Any) -> Any:
     def cut(tokens: list[int], *, ends_by_id: bool) -> tuple[list[int], str | None]:
         found = [stops._feed(token) for token in (tokens[:-1] if ends_by_id else tokens)]
@@ -395,6 +409,7 @@ _PLANTS: dict[str, tuple[Callable[..., None], ...]] = {
         _plant_in_texts,
     ),
     "seer.services.engine.replay.backend": (functools.partial(_plant_in_backend, cls="ReplayBackend"),),
+    "seer.services.engine.vllm.grammars": (_plant_in_grammars,),
     "seer.services.engine.vllm.sampling.rows": (_plant_in_rows,),
     "seer.services.engine.vllm.kv_pool.block_copies": (_plant_in_copies,),
 }

@@ -80,15 +80,28 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**SAMPLING, **SHOWN, "prompt": "a b c", "logprobs": 1, "model": "model"},
         {**SAMPLING, "prompt": [[5, 6], [7]], "add_special_tokens": False},
         {"prompt": ["a b", "c"], "stream": True, **SHOWN},
+        {"prompt": "a", "structured_outputs": {"json": {"type": "object"}, "regex": None}},
+        {"prompt": "a", "structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}},
     ],
     "/v1/chat/completions": [
         {**SAMPLING, **SHOWN, **CHAT},
         {**CHAT, "stream": True, "n": 2, "tool_choice": "none"},
+        {**CHAT, "tool_choice": "required", "parallel_tool_calls": False},
+        {**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}}, "stream": True},
+        {
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+        },
         {"messages": [USER], "max_tokens": 5},
     ],
     "/v1/responses": [
         {**SAMPLING, **RESPONSE, "n": 1},
         {**RESPONSE, "stream": True, "tool_choice": "none"},
+        {**RESPONSE, "tool_choice": "required"},
+        {
+            "input": "a",
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        },
         {"input": "a b c", "max_output_tokens": 5, "stream": True},
     ],
     "/inference/v1/generate": [

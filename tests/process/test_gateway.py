@@ -132,7 +132,10 @@ async def test_a_chat(http: httpx.AsyncClient) -> None:
         assert choice["message"]["role"] == "assistant"
         assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) <= 8
     refusals = (
-        ({"tools": tools, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": tools, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": tools, "tool_choice": "required"}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0].type"),

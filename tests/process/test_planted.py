@@ -56,7 +56,8 @@ def test_the_list_has_faults_of_every_kind_and_the_cells_that_are_to_find_them()
         "pool",
         "draft",
         "routes",
+        "grammar",
     }
     assert {fault.cell for fault in faults.FAULTS.values()} == {
-        "chunk-16", "sampling", "pool-migrate", "drafts-sampling",
+        "chunk-16", "sampling", "structured", "pool-migrate", "drafts-sampling",
     }  # fmt: skip

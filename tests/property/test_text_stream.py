@@ -15,7 +15,7 @@ from seer.common.types import SamplingParams
 from seer.gateway.errors import HttpError
 from seer.gateway.text import ModelText
 from seer.gateway.text_stream import TextStream, possible_start
-from seer.gateway.tools import HermesStream, hermes_calls
+from seer.gateway.tools import HERMES, CallReader, CallStream, json_calls
 from seer.services.engine.vllm.stop_strings import StopStrings
 
 LETTERS = ("a", "b", "ab", "<stop>", "\ufffd", "é")
@@ -192,12 +192,20 @@ CALLS = st.lists(
 )
 
 
+JSON_CALLS = st.lists(
+    st.sampled_from(["[", "]", ",", '{"name": "f", "parameters": {}}', " ", "a"]), max_size=6
+)
+
+
 @settings(max_examples=400)
-@given(CALLS, st.sets(st.integers(1, 60)))
-def test_tool_calls_in_pieces(words_of_text: list[str], places: set[int]) -> None:
-    text = "".join(words_of_text)
-    content, calls = hermes_calls(text)
-    stream = HermesStream()
+@given(
+    st.one_of(st.tuples(st.just(HERMES), CALLS), st.tuples(st.just(CallReader(json_calls)), JSON_CALLS)),
+    st.sets(st.integers(1, 60)),
+)
+def test_tool_calls_in_pieces(given_calls: tuple[CallReader, list[str]], places: set[int]) -> None:
+    reader, text = given_calls[0], "".join(given_calls[1])
+    content, calls = reader.read(text)
+    stream = CallStream(reader)
     ends = sorted({*(place for place in places if place < len(text)), len(text)})
     pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     sent = ""

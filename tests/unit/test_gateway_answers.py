@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seer.gateway import answers
 from seer.gateway.answers import Choice, Style
 from seer.gateway.errors import HttpError
-from seer.gateway.tools import hermes_calls
+from seer.gateway.tools import HERMES, hermes_calls
 
 HEAD = {"id": "x", "model": "m", "created": 1}
 
@@ -67,13 +67,13 @@ def test_tokens_are_shown_as_text_unless_ids_are_asked_for() -> None:
     answer = whole(answers.completion_answer, HEAD, PAIR, 2, style)
     assert answer["choices"][0]["logprobs"]["tokens"] == ["<3>", "<4>"]
     assert answer["choices"][0]["token_ids"] is None
-    chat = whole(answers.chat_answer, HEAD, PAIR, 2, style, tools=False)
+    chat = whole(answers.chat_answer, HEAD, PAIR, 2, style)
     entry = chat["choices"][0]["logprobs"]["content"][0]
     assert entry == {"token": "<3>", "logprob": -0.375, "bytes": [60, 51, 62], "top_logprobs": []}
 
 
 def test_chat() -> None:
-    answer = whole(answers.chat_answer, HEAD, PAIR, 2, Style(token_ids=True), tools=True)
+    answer = whole(answers.chat_answer, HEAD, PAIR, 2, Style(token_ids=True), HERMES)
     assert answer["object"] == "chat.completion"
     assert answer["prompt_token_ids"] == [1, 2]
     message = answer["choices"][0]["message"]
@@ -84,13 +84,13 @@ def test_chat() -> None:
 
 def test_a_chat_with_tool_calls() -> None:
     text = 'so <tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><tool_call>{"name": "g"}'
-    answer = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style(), tools=True)
+    answer = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style(), HERMES)
     got = answer["choices"][0]
     assert got["finish_reason"] == "tool_calls"
     assert got["message"]["content"] == "so "
     called = [call["function"] for call in got["message"]["tool_calls"]]
     assert called == [{"name": "f", "arguments": '{"a": "é"}'}, {"name": "g", "arguments": "{}"}]
-    plain = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style(), tools=False)
+    plain = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style())
     assert plain["choices"][0]["message"]["content"] == text
 
 
@@ -133,5 +133,5 @@ def test_errors_have_openai_s_form() -> None:
 def test_a_call_that_no_answer_can_hold_is_content(call: str) -> None:
     text = f"<tool_call>{call}</tool_call>"
     assert hermes_calls(text) == (text, [])
-    answer = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style(), tools=True)
+    answer = whole(answers.chat_answer, HEAD, [choice(3, text=text)], 1, Style(), HERMES)
     assert answer["choices"][0]["message"]["content"] == text

@@ -15,6 +15,7 @@ from seer.gateway.request_bodies import read_body
 from seer.gateway.responses_answer import StreamedResponse, response_answer, response_head
 from seer.gateway.responses_body import ResponsesBody
 from seer.gateway.text_stream import TextStream
+from seer.gateway.tools import HERMES, CallReader
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
@@ -71,7 +72,9 @@ def test_a_conversation_is_the_chat_that_a_chat_client_would_send() -> None:
      ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
      ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
      ({"input": [{"type": "function_call_output", "call_id": 1, "output": "a"}]}, "input[0].call_id"),
-     ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"type": "function"}]}, "tools[0].name")],
+     ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"type": "function"}]}, "tools[0].name"),
+     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+     ({"text": {"format": {"type": "xml"}}}, "text.format.type")],
 )  # fmt: skip
 def test_what_a_gateway_without_state_cannot_do_is_refused_by_name(
     fields: dict[str, Any], param: str
@@ -82,7 +85,7 @@ def test_what_a_gateway_without_state_cannot_do_is_refused_by_name(
 
 
 def events(
-    text: str, finish: str, pieces: int, *, tools: bool
+    text: str, finish: str, pieces: int, calls_by: CallReader
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a response in pieces, and the whole answer."""
     ids = [ord(each) for each in text]
@@ -90,9 +93,7 @@ def events(
     given = body(instructions="i", temperature=0.5)
     head = response_head("resp_1", "m", 1, given, given.chat())
     texts = Detokenizer(lambda found: "".join(map(chr, found)))
-    stream = StreamedResponse(
-        head, [[1, 2]], 1, Style(), lambda prompt: TextStream(texts, prompt), tools=tools
-    )
+    stream = StreamedResponse(head, [[1, 2]], 1, Style(), lambda prompt: TextStream(texts, prompt), calls_by)
     sent = b""
     for start in range(0, len(ids) - 1, pieces):
         span = slice(start, min(start + pieces, len(ids) - 1))
@@ -103,7 +104,7 @@ def events(
         kind, data = block.split("\n")
         told.append(json.loads(data.removeprefix("data: ")))
         assert kind == "event: " + told[-1]["type"]
-    return told, msgspec.json.decode(msgspec.json.encode(response_answer(head, choice, tools=tools)))
+    return told, msgspec.json.decode(msgspec.json.encode(response_answer(head, choice, calls_by)))
 
 
 def unnamed(response: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def unnamed(response: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("text", ["ab", CALL, f"so {CALL}{CALL}", "so <tool_call>{", "x"])
 def test_events_put_together_are_the_whole_answer(text: str, finish: str, pieces: int) -> None:
-    told, whole = events(text, finish, pieces, tools=True)
+    told, whole = events(text, finish, pieces, HERMES)
     assert [each["sequence_number"] for each in told] == list(range(len(told)))
     assert [each["type"] for each in told[:2]] == ["response.created", "response.in_progress"]
     assert told[-1]["type"] == f"response.{whole['status']}"
@@ -138,7 +139,7 @@ def test_events_put_together_are_the_whole_answer(text: str, finish: str, pieces
 def test_the_openai_package_reads_every_event() -> None:
     types = pytest.importorskip("openai.types.responses")
     pydantic = pytest.importorskip("pydantic")
-    told, whole = events(f"so {CALL}", "stop", 2, tools=True)
+    told, whole = events(f"so {CALL}", "stop", 2, HERMES)
     for each in told:
         pydantic.TypeAdapter(types.ResponseStreamEvent).validate_python(each)
     types.Response.model_validate(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,9 +18,9 @@ from seer.gateway.stream_answers import (
     StreamedAnswer,
     StreamedChat,
     StreamedCompletion,
-    StreamedToolChat,
 )
 from seer.gateway.text_stream import TextStream
+from seer.gateway.tools import HERMES
 
 HEAD = {"id": "x", "model": "m", "created": 1}
 
@@ -51,7 +52,7 @@ CHOICES = [choice(text, PROMPTS[i // 2]) for i, text in enumerate(("abcdef", "g"
 
 
 def streamed(
-    kind: type[StreamedAnswer],
+    kind: Callable[..., StreamedAnswer],
     choices: Sequence[Choice],
     *,
     n: int = 2,
@@ -123,7 +124,7 @@ def test_generate() -> None:
 
 def test_a_chat_begins_with_roles() -> None:
     pair = CHOICES[:2]
-    answer = whole(answers.chat_answer, HEAD, pair, 2, STYLE, tools=False)
+    answer = whole(answers.chat_answer, HEAD, pair, 2, STYLE)
     parts = streamed(StreamedChat, pair)
     assert parts.pop()["usage"] == answer["usage"]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
@@ -144,8 +145,8 @@ def test_a_chat_begins_with_roles() -> None:
 
 @pytest.mark.parametrize("text", ['so <tool_call>{"name": "f"}</tool_call>', "so <tool_call>{", "a<b"])
 def test_tool_calls_come_at_the_end(text: str) -> None:
-    answer = whole(answers.chat_answer, HEAD, [choice(text, [1])], 1, STYLE, tools=True)["choices"][0]
-    found = of(streamed(StreamedToolChat, [choice(text, [1])], n=1), 0)
+    answer = whole(answers.chat_answer, HEAD, [choice(text, [1])], 1, STYLE, HERMES)["choices"][0]
+    found = of(streamed(partial(StreamedChat, calls_by=HERMES), [choice(text, [1])], n=1), 0)
     content = "".join(each["delta"]["content"] for each in found)
     assert content == answer["message"]["content"]
     assert not any("<tool" in each["delta"]["content"] for each in found[:-1])

@@ -19,6 +19,7 @@ from seer.client import (
     SamplingParams,
     WeightsLive,
 )
+from seer.common.structured_outputs import StructuredOutputs
 from seer.integrations.trl import SeerRollout, ranks
 from seer.integrations.trl import session as integration
 from seer.integrations.trl.rollout_func import token_ids
@@ -326,12 +327,17 @@ def test_trainers_that_seer_cannot_serve_are_refused(change, told, trainer, clie
     assert not client.updates
 
 
+def test_a_regex_constrains_what_is_generated(trainer):
+    assert sampling_params(trainer).structured_outputs is None
+    trainer.args.vllm_structured_outputs_regex = "a+"
+    assert sampling_params(trainer).structured_outputs == StructuredOutputs(regex="a+")
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"use_vllm": True}, "GRPOConfig.use_vllm = True: Seer has the engines"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-        ({"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex = 'a\\*'"),
         (
             {
                 "loss_type": "vespo",

@@ -46,6 +46,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(tmp_path: Path, heads: int = 4, **engine: object) -> Config:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
+    (tmp_path / "tokenizer.json").touch()
     return Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(max_model_len=100, **engine))
 
 
@@ -105,7 +106,9 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     monkeypatch.setattr(pool_plan, "import_problem", lambda: problem)
     base = msgspec.structs.replace(config(tmp_path, backend=backend), pool=PoolConfig(kind=kind))
     cells, skipped = choose("", base, HERE)
-    others = {"tp-2", "sampling", *GPUS, *DRAFTS} - set(POOLS) if backend == "replay" else set(GPUS)
+    others = (
+        {"tp-2", "sampling", "structured", *GPUS, *DRAFTS} - set(POOLS) if backend == "replay" else set(GPUS)
+    )
     assert [name for name in skipped if name not in others] == POOLS
     assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)
@@ -135,8 +138,15 @@ def test_only_cells_that_are_about_drafts_draft(tmp_path: Path):
     ]
 
 
+def test_text_is_constrained_only_where_the_model_has_a_tokenizer(tmp_path: Path):
+    base = config(tmp_path)
+    assert "structured" not in choose("", base, HERE)[1]
+    (tmp_path / "tokenizer.json").unlink()
+    assert "tokenizer.json" in choose("", base, HERE)[1]["structured"]
+
+
 def test_every_sampling_parameter_meets_chunks_and_drafts():
-    sampled = [cell for cell in CELLS.values() if cell.sampled]
+    sampled = [cell for cell in CELLS.values() if cell.sampled == "every"]
     assert [cell.drafts for cell in sampled] == ["off", "grouped"]
     for cell in sampled:
         assert cell.buffer["chunk_size"] < 64

@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xgrammar
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -27,12 +29,14 @@ from vllm.v1.structured_output.backend_xgrammar import (
     XgrammarGrammar,
     has_xgrammar_unsupported_json_features,
 )
+from vllm.v1.structured_output.request import get_structured_output_key
 from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.request import Request
 
 COMPILE_SECONDS = 20.0
@@ -65,18 +69,35 @@ class Grammars(StructuredOutputManager):  # type: ignore[misc]
 
     def _create_grammar(self, request: Request) -> XgrammarGrammar:
         """Return a request's grammar after the response's tokens. Raises `ValueError`, saying why."""
-        extra: ExtraArgs = request.sampling_params.extra_args[EXTRA]
-        compiled = self._compiled(*request.structured_output_request.structured_output_key)
-        matcher = xgrammar.GrammarMatcher(
-            compiled,
-            override_stop_tokens=list(request.sampling_params.stop_token_ids),
-        )
-        grammar = XgrammarGrammar(
-            vocab_size=self.vllm_config.model_config.get_vocab_size(), matcher=matcher, ctx=compiled
-        )
-        if not grammar.accept_tokens(request.request_id, request.prompt_token_ids[extra.counts_from :]):
+        params = request.sampling_params
+        grammar = self._new(params.structured_outputs, params.stop_token_ids)
+        if not grammar.accept_tokens(request.request_id, self._so_far(request)):
             raise ValueError("the response so far does not match it")
         return grammar
+
+    def _so_far(self, request: Request) -> list[int]:
+        """Return the response's tokens of earlier chunks."""
+        extra: ExtraArgs = request.sampling_params.extra_args[EXTRA]
+        tokens: list[int] = request.prompt_token_ids[extra.counts_from :]
+        return tokens
+
+    def _new(self, params: StructuredOutputsParams, stop_ids: Sequence[int]) -> XgrammarGrammar:
+        compiled = self._compiled(*get_structured_output_key(params))
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
+        vocab = self.vllm_config.model_config.get_vocab_size()
+        return XgrammarGrammar(vocab_size=vocab, matcher=matcher, ctx=compiled)
+
+    def allowed(
+        self, params: StructuredOutputsParams, tokens: list[int], stop_ids: Sequence[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Return which tokens may follow a response's `tokens`: bool [vocab]. For `seer verify`."""
+        grammar = self._new(params, stop_ids)
+        if not grammar.accept_tokens("", tokens):
+            return np.zeros(grammar.vocab_size, bool)
+        bitmask = xgrammar.allocate_token_bitmask(1, grammar.vocab_size)
+        grammar.fill_bitmask(bitmask, 0)
+        bits = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")
+        return bits[: grammar.vocab_size].astype(bool)
 
     def _compiled(self, kind: StructuredOutputOptions, text: str) -> xgrammar.CompiledGrammar:
         """Compile on a thread of its own: one that takes too long cannot be ended, only left alone."""

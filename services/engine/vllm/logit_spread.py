@@ -7,6 +7,7 @@ rounding alone; their spread is this engine's numerical error at this context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,14 @@ from msgspec.structs import replace
 
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk, PlacedImage
+from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.probe import Probe
+from seer.services.engine.vllm.requests import constraint_params
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.grammars import Grammars
 
 DECODED = 32
 """The decodes generate the last so many output tokens of the context."""
@@ -71,7 +77,7 @@ def _where_to_begin(
     What counts the output alone begins where the output does, at its first token. `resumed`: decodes do not
     begin with a prompt, and know their output.
     """
-    if sampling.frequency_penalty or sampling.presence_penalty:
+    if sampling.frequency_penalty or sampling.presence_penalty or sampling.structured_outputs:
         start = prompt_len
     else:
         start = max(prompt_len, len(context) - DECODED)
@@ -80,6 +86,21 @@ def _where_to_begin(
     least = min(most, max(0, sampling.min_tokens - gone))
     # What ended the response is not in its context.
     return start, replace(sampling, stop=(), max_tokens=most, min_tokens=least)
+
+
+def forbid(
+    logits: npt.NDArray[np.float32],
+    context: list[int],
+    prompt_len: int,
+    sampling: SamplingParams,
+    core: CoreHandle,
+) -> None:
+    """Make those `logits` [ways, vocab_size] -inf whose tokens the request's constraint forbids."""
+    params = constraint_params(sampling.structured_outputs)
+    if params is not None:
+        stop_ids = (*core.eos_ids, *sampling.stop_token_ids)
+        grammars: Grammars = core.engine_core.structured_output_manager
+        logits[:, ~grammars.allowed(params, context[prompt_len:], stop_ids)] = -np.inf
 
 
 def noisy_values(

@@ -76,7 +76,7 @@ def engine_request(
         temperature=0.0, max_tokens=token_budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
         detokenize=False, logprobs=0 if top is None else max(1, top),
         prompt_logprobs=chunk.prompt_logprobs, extra_args={EXTRA: extra},
-        structured_outputs=_constraint(chunk.sampling.structured_outputs),
+        structured_outputs=constraint_params(chunk.sampling.structured_outputs),
     )  # fmt: skip
     return EngineCoreRequest(
         request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=images, sampling_params=params,
@@ -103,7 +103,8 @@ def _packed(ids: Array, values: Array, ranks: Array) -> Array:
     return np.stack([numbers, values], axis=1).astype("<f4")
 
 
-def _constraint(structure: StructuredOutputs | None) -> StructuredOutputsParams | None:
+def constraint_params(structure: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    """Return a constraint as vLLM has it."""
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.utils import choice_as_grammar
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common.beside import TopLogprobs
-from seer.gateway.tools import hermes_calls
+from seer.gateway.tools import CallReader
 
 Json = dict[str, Any]
 LEAST = -9999.0
@@ -219,11 +219,13 @@ def _texts_of(place: dict[int, tuple[float, int | None]], style: Style) -> dict[
     return {text: logprob for text, (logprob, _) in zip(texts, place.values(), strict=False)}
 
 
-def chat_answer(head: Json, choices: Sequence[Choice], n: int, style: Style, *, tools: bool) -> Json:
-    """Return the answer of `/v1/chat/completions`; `tools`: tool calls are read from the text."""
+def chat_answer(
+    head: Json, choices: Sequence[Choice], n: int, style: Style, calls_by: CallReader | None = None
+) -> Json:
+    """Return the answer of `/v1/chat/completions`, with calls that `calls_by` reads from the text."""
     shown = []
     for index, choice in enumerate(choices):
-        content, calls = hermes_calls(choice.text) if tools else (choice.text, [])
+        content, calls = calls_by.read(choice.text) if calls_by else (choice.text, [])
         message: Json = {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
         if calls:
             message["tool_calls"] = calls

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 
 from seer.common.errors import (
@@ -22,6 +23,9 @@ from seer.common.errors import (
 
 RETRY_SECONDS = 2
 """`Retry-After` of a 503: a restarted buffer, or an engine that joins again, takes a few seconds."""
+
+_OF_SAMPLING = re.compile(r"sampling\.([\w.\[\]]+) = ")
+"""How an engine's refusal of a sampling parameter begins, which then is the request's own fault."""
 
 _TYPES = {
     400: "BadRequestError",
@@ -80,6 +84,8 @@ def as_http(error: SeerError) -> HttpError:
             return HttpError(504, str(error))
         case RolloutCancelled():
             return HttpError(503, f"cancelled before it was finished: {error}")
+        case RequestRefused() if found := _OF_SAMPLING.match(str(error)):  # as an engine alone can find out
+            return HttpError(400, str(error).removeprefix("sampling."), found[1])
         case RolloutFailed():
             return HttpError(500, f"failed: {error}")
         case RequestRefused():

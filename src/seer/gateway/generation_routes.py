@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from seer import __version__
-from seer.client import Placed
+from seer.client import Placed, SamplingParams
 from seer.common.config import Config
 from seer.gateway import answers
 from seer.gateway.answers import Choice, Experts, Json, Style, base64_npy
@@ -42,6 +42,7 @@ from seer.gateway.jobs import not_taken
 from seer.gateway.messages import plain_messages
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.output_constraint import json_constraint
 from seer.gateway.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -54,8 +55,9 @@ from seer.gateway.request_bodies import (
 )
 from seer.gateway.responses_answer import StreamedResponse, response_answer, response_head
 from seer.gateway.responses_body import ResponsesBody
-from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion, StreamedToolChat
+from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion
 from seer.gateway.text import ModelText
+from seer.gateway.tools import CallReader, calls_of
 
 T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
@@ -204,10 +206,9 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`: messages in, a message out."""
         body = await self._read(request, ChatBody)
-        parse = self._parses_tools(body)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        sampling, n = body.sampling(self._settings.logprobs), body.group_size()
+        (sampling, calls_by), n = self._chosen(body), body.group_size()
         top = body.top_logprobs or 0
         if top and not body.logprobs:
             raise bad("top_logprobs", top, "needs logprobs: true")
@@ -224,28 +225,27 @@ class GenerationRoutes:
         self._bound(asked, "top_logprobs")
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
-            kind = StreamedToolChat if parse else StreamedChat
+            kind = partial(StreamedChat, calls_by=calls_by)
             return await self._streamed(request, asked, kind, head, style, body.stream_options)
         return await self._generation.whole(
-            request, asked, lambda choices: answers.chat_answer(head, choices, n, style, tools=parse)
+            request, asked, lambda choices: answers.chat_answer(head, choices, n, style, calls_by)
         )
 
     async def responses(self, request: Request) -> Response:
         """`/v1/responses`: the same as a chat, in OpenAI's later schema; nothing is kept."""
         body = await self._read(request, ResponsesBody)
         chat = body.chat()
-        parse = self._parses_tools(chat)
-        sampling = chat.sampling(self._settings.logprobs)
+        sampling, calls_by = self._chosen(chat)
         prompt, images = await self._chat_prompt(request, chat)
         adapter = self._models.check(body.model)
         asked = Asked([prompt], 1, sampling, chat, adapter=adapter, converses=True, images=images)
         name = f"resp_{secrets.token_hex(16)}"
         head = response_head(name, self._models.name, int(time.time()), body, chat)
         if body.stream:
-            kind = partial(StreamedResponse, tools=parse)
+            kind = partial(StreamedResponse, calls_by=calls_by)
             return await self._streamed(request, asked, kind, head, Style(), None)
         return await self._generation.whole(
-            request, asked, lambda choices: response_answer(head, choices[0], tools=parse)
+            request, asked, lambda choices: response_answer(head, choices[0], calls_by)
         )
 
     async def finish_session(self, request: Request) -> Response:
@@ -338,18 +338,16 @@ class GenerationRoutes:
         places = [{"name": e.image.name, "offset": e.offset, "length": e.length} for e in images]
         return {"images": places, "processed_by": self._images.made_by}
 
-    def _parses_tools(self, body: ChatBody) -> bool:
-        """Return whether tool calls are read from the text. Raises `HttpError` for an unknown choice."""
-        choice = body.tool_choice or ("auto" if body.tools else "none")
-        if choice == "none" or not body.tools:
-            return False
-        if choice != "auto":
-            raise bad("tool_choice", choice, "give auto or none: constrained decoding is not supported")
-        if not self._settings.tool_parser:
-            raise bad(
-                "tool_choice", choice, "set gateway.tool_parser, or give none and read the calls yourself"
-            )
-        return True
+    def _chosen(self, body: ChatBody) -> tuple[SamplingParams, CallReader | None]:
+        """Return a chat's sampling, which may demand calls of tools, and how calls are read."""
+        sampling, choice = body.sampling(self._settings.logprobs), body.tool_choice
+        several = body.parallel_tool_calls is not False
+        reader, schema = calls_of(choice, body.tools or [], self._settings.tool_parser, several=several)
+        if schema is None:
+            return sampling, reader
+        if sampling.structured_outputs is not None:
+            raise bad("tool_choice", choice, "give it or what the text must be, not both")
+        return structs.replace(sampling, structured_outputs=json_constraint(schema, "tools")), reader
 
     def _style(self, body: CompletionBody | ChatBody, *, shown: bool) -> Style:
         texts = None if body.return_tokens_as_token_ids else self._text.tokens

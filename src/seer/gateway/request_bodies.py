@@ -19,9 +19,11 @@ import msgspec
 from msgspec import structs
 
 from seer.common.errors import NOT_DECODED, InvalidField
+from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import MAX_TOP_LOGPROBS, LogprobMode, SamplingParams
 from seer.common.wire import MAX_GROUP_SIZE
 from seer.gateway.errors import HttpError, bad
+from seer.gateway.output_constraint import constraint_of, format_constraint
 
 MAX_BODY_PROMPTS = 4096
 """Bound on the prompts of one body: their answers are assembled in memory."""
@@ -59,12 +61,12 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": (_EMPTY, "the sampler has no such mask"),
     "logits_processors": (_EMPTY, "the sampler has none"),
     "logprob_token_ids": (_EMPTY, "only the sampled token has a logprob"),
-    "structured_outputs": (_EMPTY, "constrained decoding is not supported"),
-    "guided_json": (_EMPTY, "constrained decoding is not supported"),
-    "guided_regex": (_EMPTY, "constrained decoding is not supported"),
-    "guided_choice": (_EMPTY, "constrained decoding is not supported"),
-    "guided_grammar": (_EMPTY, "constrained decoding is not supported"),
-    "response_format": ((None, {"type": "text"}), "constrained decoding is not supported"),
+    "structured_outputs": (_NONE, "this route does not constrain text"),
+    "guided_json": (_EMPTY, "give structured_outputs"),
+    "guided_regex": (_EMPTY, "give structured_outputs"),
+    "guided_choice": (_EMPTY, "give structured_outputs"),
+    "guided_grammar": (_EMPTY, "give structured_outputs"),
+    "response_format": ((None, {"type": "text"}), "this route does not take it: give structured_outputs"),
     "repetition_detection": (_EMPTY, "the sampler has none"),
     "thinking_token_budget": ((None, -1), "give max_tokens"),
     "watermarking": (_OFF, "the sampler has none"),
@@ -103,6 +105,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
 
@@ -120,6 +123,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given["logit_bias"] = self._biases(where)
+        given["structured_outputs"] = self.constraint(where)
         given.setdefault("max_tokens", MAX_TOKENS)
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise bad(f"{where}seed", self.seed, "must be in [-2^63, 2^63)")
@@ -132,6 +136,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 400, str(error) if where else str(error).removeprefix("sampling."), field
             ) from error
         return sampling
+
+    def constraint(self, where: str = "") -> StructuredOutputs | None:
+        """Return what the text must be, if anything is said of it."""
+        given = self.structured_outputs
+        return None if given is None else constraint_of(given, f"{where}structured_outputs")
 
     def _biases(self, where: str) -> dict[int, float]:
         biases: dict[int, float] = {}
@@ -180,7 +189,23 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class CompletionBody(SamplingFields, kw_only=True):
+class TextFields(SamplingFields, kw_only=True):
+    """Bodies whose answer is text: `response_format` says which, as `structured_outputs` does."""
+
+    response_format: dict[str, Any] | None = None
+
+    def constraint(self, where: str = "") -> StructuredOutputs | None:
+        """Return what the text must be, if anything is said of it."""
+        constraint, given = super().constraint(where), self.response_format
+        shape = None if given is None else format_constraint(given, f"{where}response_format")
+        if constraint and shape:
+            raise bad(
+                f"{where}response_format", self.response_format, "give it or structured_outputs, not both"
+            )
+        return constraint or shape
+
+
+class CompletionBody(TextFields, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -210,7 +235,7 @@ class CompletionBody(SamplingFields, kw_only=True):
         return given
 
 
-class ChatBody(SamplingFields, kw_only=True):
+class ChatBody(TextFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -218,6 +243,7 @@ class ChatBody(SamplingFields, kw_only=True):
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None

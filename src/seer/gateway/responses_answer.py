@@ -18,7 +18,7 @@ from seer.gateway.request_bodies import ChatBody
 from seer.gateway.responses_body import ResponsesBody
 from seer.gateway.stream_answers import Sent, StreamedAnswer
 from seer.gateway.text_stream import TextStream
-from seer.gateway.tools import hermes_calls
+from seer.gateway.tools import CallReader
 
 
 def response_head(name: str, model: str, created: int, body: ResponsesBody, chat: ChatBody) -> Json:
@@ -35,9 +35,9 @@ def response_head(name: str, model: str, created: int, body: ResponsesBody, chat
     }  # fmt: skip
 
 
-def response_answer(head: Json, choice: Choice, *, tools: bool) -> Json:
-    """Return the whole answer; `tools`: calls are read from the text."""
-    content, calls = hermes_calls(choice.text) if tools else (choice.text, [])
+def response_answer(head: Json, choice: Choice, calls_by: CallReader | None = None) -> Json:
+    """Return the whole answer, with calls that `calls_by` reads from the text."""
+    content, calls = calls_by.read(choice.text) if calls_by else (choice.text, [])
     output = [] if calls and not content else [_message(_new("msg"), content or "", choice)]
     return _finished(head, [*output, *map(_call, calls)], choice, len(choice.token_ids))
 
@@ -85,7 +85,7 @@ def _call(call: Json) -> Json:
 
 
 class StreamedResponse(StreamedAnswer):
-    """The events of a response. `tools`: calls are read from the text."""
+    """The events of a response."""
 
     def __init__(
         self,
@@ -94,11 +94,9 @@ class StreamedResponse(StreamedAnswer):
         n: int,
         style: Style,
         new_text: Callable[[list[int]], TextStream] | None = None,
-        *,
-        tools: bool,
+        calls_by: CallReader | None = None,
     ) -> None:
-        super().__init__(head, prompts, n, style, new_text)
-        self._tools = tools
+        super().__init__(head, prompts, n, style, new_text, calls_by)
         self._number = 0
         self._message = _new("msg")
         self._said: list[str] = []
@@ -117,8 +115,8 @@ class StreamedResponse(StreamedAnswer):
         self._begun = True
         sent.token_ids += piece.token_ids
         if piece.finish_reason is None:
-            return first + self._told(sent.calls.push(piece.text) if self._tools else piece.text)
-        text, calls = sent.calls.finish(piece.text) if self._tools else (piece.text, [])
+            return first + self._told(sent.content(piece.text))
+        text, calls = sent.rest(piece.text)
         return first + self._told(text) + self._closed(calls, piece, len(sent.token_ids))
 
     def _begin(self) -> bytes:

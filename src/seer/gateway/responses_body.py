@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from seer.common.structured_outputs import StructuredOutputs
 from seer.gateway.errors import bad
-from seer.gateway.request_bodies import ChatBody, SamplingFields, refuse
+from seer.gateway.output_constraint import format_constraint, json_constraint
+from seer.gateway.request_bodies import ChatBody, SamplingFields
 
 _KEPT = "responses are not kept: give the whole conversation as input"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -65,14 +65,19 @@ class ResponsesBody(SamplingFields, kw_only=True):
         fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
+        shape = _format((self.text or {}).get("format"))
+        if shape is not None:
+            if self.structured_outputs is not None:
+                raise bad("text.format", self.text, "give it or structured_outputs, not both")
+            fields["structured_outputs"] = shape.given
         effort = (self.reasoning or {}).get("effort")
         return ChatBody(
             messages=_messages(self.instructions, self.input),
             tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])] or None,
             tool_choice=_choice(self.tool_choice),
             chat_template_kwargs=None if effort is None else {"reasoning_effort": effort},
+            parallel_tool_calls=self.parallel_tool_calls,
             stream=self.stream,
-            **_format((self.text or {}).get("format")),
             **fields,
         )
 
@@ -156,16 +161,12 @@ def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return given
 
 
-def _format(given: object) -> dict[str, Any]:
-    """Return `text.format` as the chat's field `response_format`: nothing for plain text."""
-    if given is None or given == {"type": "text"}:
-        return {}
-    shape = given
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        schema = {name: value for name, value in given.items() if name != "type"}
-        shape = {"type": "json_schema", "json_schema": schema}
-    if "response_format" in ChatBody.__struct_fields__:
-        kind = next(f.type for f in msgspec.structs.fields(ChatBody) if f.name == "response_format")
-        return {"response_format": msgspec.convert(shape, kind)}
-    refuse({"response_format": shape}, "text.")
-    return {}
+def _format(given: object) -> StructuredOutputs | None:
+    """Return what `text.format` says that the text must be: None for any text."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise bad("text.format", given, "give an object")
+    if given.get("type") == "json_schema":
+        return json_constraint(given.get("schema"), "text.format.schema")
+    return format_constraint(given, "text.format")

@@ -18,7 +18,7 @@ from seer.common.beside import TopLogprobs
 from seer.gateway.answers import Choice, Json, Style, chat_choice, completion_choice, generate_choice
 from seer.gateway.errors import HttpError
 from seer.gateway.text_stream import TextStream
-from seer.gateway.tools import HermesStream
+from seer.gateway.tools import CallReader, CallStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,18 +30,27 @@ def event(part: Json) -> bytes:
 
 @dataclass(slots=True)
 class Sent:
-    """What was sent of a choice. `offset`: the characters of its tokens' texts."""
+    """What was sent of a choice. `offset`: the characters of its tokens' texts; `calls` reads its calls."""
 
     text: TextStream | None
+    calls: CallStream | None = None
     token_ids: list[int] = field(default_factory=list)
     offset: int = 0
-    calls: HermesStream = field(default_factory=HermesStream)
+
+    def content(self, text: str) -> str:
+        """Return what of the text so far is content and was not sent, given its next text."""
+        return self.calls.push(text) if self.calls else text
+
+    def rest(self, text: str) -> tuple[str, list[Json]]:
+        """Return the rest of the content and the calls, given the last text."""
+        return self.calls.finish(text) if self.calls else (text, [])
 
 
 class StreamedAnswer:
     """The answer to prompts with n choices each, of `/inference/v1/generate`; subclasses are of other routes.
 
-    `head` is what every part has; `new_text` makes the decoder of a response to a prompt (None: no text).
+    `head` is what every part has; `new_text` makes the decoder of a response to a prompt (None: no text);
+    `calls_by` reads tool calls from the text (None: there are none).
     """
 
     def __init__(
@@ -51,12 +60,14 @@ class StreamedAnswer:
         n: int,
         style: Style,
         new_text: Callable[[list[int]], TextStream] | None = None,
+        calls_by: CallReader | None = None,
     ) -> None:
         self._head = head
         self._prompts = prompts
         self._n = n
         self._style = style
         self._new_text = new_text
+        self._calls_by = calls_by
         self._choices: dict[int, Sent] = {}
         self._begun = False
 
@@ -93,7 +104,8 @@ class StreamedAnswer:
     def _of(self, index: int) -> Sent:
         if index not in self._choices:
             prompt = self._prompts[index // self._n]
-            self._choices[index] = Sent(self._new_text(prompt) if self._new_text else None)
+            text = self._new_text(prompt) if self._new_text else None
+            self._choices[index] = Sent(text, CallStream(self._calls_by) if self._calls_by else None)
         return self._choices[index]
 
     def _parts(self, index: int, sent: Sent, piece: Choice) -> bytes:
@@ -143,7 +155,7 @@ class StreamedCompletion(StreamedAnswer):
 
 
 class StreamedChat(StreamedAnswer):
-    """Of `/v1/chat/completions`, all of a response's text as content."""
+    """Of `/v1/chat/completions`."""
 
     def _base(self) -> Json:
         return {**self._head, "object": "chat.completion.chunk"}
@@ -158,17 +170,11 @@ class StreamedChat(StreamedAnswer):
         return b"".join(event({**base, "choices": [role]}) for role in roles)
 
     def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
-        return chat_choice(index, {"delta": {"content": piece.text}}, piece, self._style, called=False)
-
-
-class StreamedToolChat(StreamedChat):
-    """Of `/v1/chat/completions`, with tool calls that are read from the text."""
-
-    def _choice(self, index: int, sent: Sent, piece: Choice) -> Json:
         if piece.finish_reason is None:
-            return super()._choice(index, sent, replace(piece, text=sent.calls.push(piece.text)))
-        content, calls = sent.calls.finish(piece.text)
-        delta: Json = {"content": content}
+            delta: Json = {"content": sent.content(piece.text)}
+            return chat_choice(index, {"delta": delta}, piece, self._style, called=False)
+        content, calls = sent.rest(piece.text)
+        delta = {"content": content}
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return chat_choice(index, {"delta": delta}, piece, self._style, called=bool(calls))

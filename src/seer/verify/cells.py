@@ -28,6 +28,9 @@ from seer.common.types import Capacity
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
 
+Sampled = Literal["", "every", "structured"]
+"""How a cell's sampling differs from the job's: `parameters.every_parameter`, `parameters.structured`."""
+
 Need = tuple[str, str, str | int]
 """A counter, `>` or `==`, and a number or another counter."""
 
@@ -55,9 +58,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
     memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
     back. `again`: what counts is a second run, which drafts what the first one said. `exact`: its chunk
-    size is what it is about. `sampled`: it has every sampling parameter, and a reference of its own that
-    has them, too. `turns`: its responses have turns; `resent`: each one is sent as a prompt that
-    knows nothing of the others. Counters for `needs` are those of `cell_run.CellRun`.
+    size is what it is about. `sampled`: it is sampled otherwise than the job says, and has a reference of its
+    own that is sampled so, too. `turns`: its responses have turns; `resent`: each one is sent as a prompt
+    that knows nothing of the others. Counters for `needs` are those of `cell_run.CellRun`.
     """
 
     name: str
@@ -73,7 +76,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Literal["off", "grouped", "random", "late"] = "off"
     again: bool = False
     exact: bool = False
-    sampled: bool = False
+    sampled: Sampled = ""
     turns: bool = False
     resent: bool = False
 
@@ -146,8 +149,13 @@ CELLS = _matrix(
     _chunked(16),
     _chunked(64),
     Cell(
-        name="sampling", about="chunks of 7, with every sampling parameter", sampled=True,
+        name="sampling", about="chunks of 7, with every sampling parameter", sampled="every",
         buffer={"policy": "divided", "chunk_size": 7}, needs=(("chunks", ">", "responses"), *_STOPPED),
+    ),
+    Cell(
+        name="structured", about="text that a regex constrains, every chunk of 7 on another engine",
+        instances=2, sampled="structured", buffer={"policy": "migrate", "chunk_size": 7},
+        needs=(("migrations", ">", 0),),
     ),
     Cell(
         name="two-instances", about="chunks of 64 on two engines", instances=2,
@@ -206,7 +214,7 @@ CELLS = _matrix(
     Cell(
         name="drafts-sampling",
         about="chunks of 16 with every sampling parameter, drafted from a first run of the same",
-        drafts="grouped", again=True, sampled=True, buffer={"policy": "seer", "chunk_size": 16},
+        drafts="grouped", again=True, sampled="every", buffer={"policy": "seer", "chunk_size": 16},
         needs=(*_DRAFTED, *_STOPPED),
     ),
     Cell(
@@ -354,11 +362,13 @@ def _why_not(cell: Cell, config: Config, machine: Hardware, poolless: str) -> st
     if config.engine.backend != "vllm":
         lacks = (
             (cell.drafts != "off", "does not draft"),
-            (cell.sampled, "does not sample"),
+            (cell.sampled != "", "does not sample"),
             (ranks is not None, "has no tensor parallelism"),
             ("async_scheduling" in cell.engine, "does not schedule ahead"),
         )
         return next((f"the {config.engine.backend} backend {what}" for needed, what in lacks if needed), "")
+    if cell.sampled == "structured" and not (Path(config.shared.model) / "tokenizer.json").exists():
+        return "the model has no tokenizer.json, which constraints on text need"
     if isinstance(ranks, int):
         units = machine.devices or machine.cores
         if len(units) < ranks:

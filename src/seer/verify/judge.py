@@ -139,10 +139,11 @@ def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
 
 
 def _evidence(case: _Case, sampling: SamplingParams, dtype: str, backend: VllmBackend, key: int) -> Evidence:
-    from seer.services.engine.vllm.logit_spread import logits_by_ways, noisy_values
+    from seer.services.engine.vllm.logit_spread import forbid, logits_by_ways, noisy_values
 
     context, prompt_len = case.context, len(case.prompt)
     logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling, case.shown)
+    forbid(logits, context, prompt_len, sampling, backend.core)
     processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling, backend.core.eos_ids)
     ways = logits if case.own is None else np.concatenate([logits, case.own])
     return Evidence(ways, processed, noisy, dtype)

@@ -1,4 +1,6 @@
-"""Every sampling parameter at once, with values that change what these prompts' responses are.
+"""Sampling of cells that have their own: every parameter at once, or a constraint on the text.
+
+The values of `every_parameter` change what these prompts' responses are.
 
 Invariants (tests/unit/test_verify_cells.py asserts them):
 - no parameter is left at the value that does nothing; parameters that the user gave stay as they are;
@@ -15,6 +17,7 @@ from msgspec.structs import replace
 
 from seer.client import Group
 from seer.client.text import Tokenizer
+from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
 
 ENDED_BY_EACH = 0.15
@@ -25,6 +28,9 @@ LENGTHS = (1, 2, 3)
 
 TOP_P, TOP_K, MIN_P = 0.95, 4, 0.05
 """So that each cuts what the others leave: a flat distribution, one of a few likely tokens, a steep one."""
+
+STRUCTURE = "([0-9]{1,3}[-+*]){9,60}[0-9]{1,3}"
+"""What it allows changes from token to token, with all that came before, and any model can write it."""
 
 BIASES = (-0.5, 0.5, -1.0)
 """Of the most frequent tokens."""
@@ -53,6 +59,14 @@ def every_parameter(
         stop_token_ids=given.stop_token_ids or next(_usual(later, 1), ()),
         min_tokens=least,
     )
+
+
+def structured(given: SamplingParams) -> SamplingParams:
+    """Return `given` with the text constrained; the constraint alone says where a response ends."""
+    return replace(
+        given, structured_outputs=StructuredOutputs(regex=STRUCTURE), ignore_eos=False, min_tokens=0, stop=(),
+        stop_token_ids=(),
+    )  # fmt: skip
 
 
 def _texts(outputs: Sequence[list[int]], tokenizer: Tokenizer | None) -> Iterator[str]:

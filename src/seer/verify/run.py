@@ -41,11 +41,11 @@ from seer.rollout.files import (
 from seer.rollout.image_reader import ImageReader
 from seer.verify import trainer_pass, turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
-from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
+from seer.verify.cells import CELLS, TURN_CELLS, Cell, Sampled, block_size, choose, sequences, settled
 from seer.verify.compare import compare, logprob_tolerance
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
 from seer.verify.judge import Compared, in_process, judge
-from seer.verify.parameters import every_parameter
+from seer.verify.parameters import every_parameter, structured
 from seer.verify.report import CellReport, Fault, Report, show
 
 TRIES = 2
@@ -124,14 +124,17 @@ async def _run_cells(
             where = f"{report.fault.cell} draws absolute position {report.fault.position}"
             say(f"planting a fault: {where} wrongly")
         runs: dict[str, Compared] = {}
-        most, every = max((each.n for each in fits if each.cell.sampled), default=0), None
+        most = max((each.n for each in fits if each.cell.sampled), default=0)
+        own: dict[Sampled, tuple[list[Group], SamplingParams]] = {}
         for each in fits:
             name, about = each.cell.name, each.cell.about
-            ours, sampling = _first(first.groups, each.n), None
+            ours, sampling, kind = _first(first.groups, each.n), None, each.cell.sampled
             try:
-                if each.cell.sampled:
-                    every = every or await _sampled(reference, config, _first(first.groups, most), runner)
-                    ours, sampling = _first(every[0], each.n), every[1]
+                if kind:
+                    if kind not in own:
+                        groups = _first(first.groups, most)
+                        own[kind] = await _sampled(kind, reference, config, groups, runner)
+                    ours, sampling = _first(own[kind][0], each.n), own[kind][1]
                 runs[name] = ours, await _exercise(each, config, ours, report, runner, sampling)
             except (InvalidField, ConfigError):
                 raise
@@ -142,10 +145,13 @@ async def _run_cells(
 
 
 async def _sampled(
-    reference: Cell, config: Config, groups: list[Group], runner: Runner
+    kind: Sampled, reference: Cell, config: Config, groups: list[Group], runner: Runner
 ) -> tuple[list[Group], SamplingParams]:
-    """Run the reference with every sampling parameter; with other stops if no response ended by some."""
+    """Run the reference, sampled otherwise; with other stops if it is to have stops that end no response."""
     model, n = config.shared.model, len(groups[0].responses)
+    if kind == "structured":
+        sampling = structured(runner.job.sampling)
+        return (await _reference(reference, config, n, runner, sampling)).groups, sampling
     tokenizer = tokenizer_of(Path(model)) if model else None
     for _ in range(TRIES):
         sampling = every_parameter(runner.job.sampling, groups, tokenizer)

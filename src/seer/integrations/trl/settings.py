@@ -23,7 +23,6 @@ GENERATION_KWARGS = {
 REFUSED = {
     "use_vllm": "Seer has the engines: leave it False",
     "use_transformers_continuous_batching": "Seer generates: leave it False",
-    "vllm_structured_outputs_regex": "Seer does not constrain outputs: leave it None",
 }
 
 
@@ -48,6 +47,8 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty,
     }
+    if args.vllm_structured_outputs_regex is not None:
+        given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     try:
         sampling = msgspec.convert({**given, **extra}, SamplingParams)
     except msgspec.ValidationError as error:
