@@ -1,6 +1,7 @@
 """What a buffer logs runs through its machines again, bit for bit, whatever happened to it."""
 
 import asyncio
+import re
 import tempfile
 
 import pytest
@@ -9,6 +10,7 @@ from virtual_time import eventually, virtual
 
 from seer.common.config import BufferConfig
 from seer.common.errors import ConfigError
+from seer.prompt_trace.way import follow
 from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.replay import replay, replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
@@ -52,6 +54,27 @@ async def test_a_log_runs_through_the_machines_again(tmp_path):
         )
         assert machine.weights.live.version == 1
     assert not machine.requests.requests
+
+
+@virtual
+async def test_a_trace_has_every_chunk_of_a_prompt_and_what_became_of_it(tmp_path):
+    segments = [(header, list(lines)) for header, lines in map(read, await eventful(tmp_path))]
+    groups = {
+        (item.request_id.rpartition("#")[0])
+        for _, lines in segments for each in lines for item in each.out if isinstance(item, Dispatch)
+    }  # fmt: skip
+    for group_id in groups:
+        told = follow(segments, group_id)
+        placed = [
+            item for _, lines in segments for each in lines for item in each.out
+            if isinstance(item, Dispatch) and item.request_id.rpartition("#")[0] == group_id
+        ]  # fmt: skip
+        assert sum("(chunk " in line for line in told) == len(placed)
+        ends = [line for line in told if re.search(r"#\d+ (\d+ tokens from|lost|failed|dropped)", line)]
+        assert len(ends) == len(placed)
+        assert "acknowledged by trainer" in told[-1]
+    assert sum("lost with engine e0" in line for each in groups for line in follow(segments, each))
+    assert sum("lost with the buffer" in line for each in groups for line in follow(segments, each))
 
 
 @virtual

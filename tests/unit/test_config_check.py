@@ -151,8 +151,8 @@ def model(tmp_path):
     return folder
 
 
-def check(file, *options):
-    return CliRunner().invoke(main, ["config", "check", str(file), *map(str, options)])
+def check(*options):
+    return CliRunner().invoke(main, ["config", "check", *map(str, options)])
 
 
 def test_the_command_reads_the_models_index_and_exits_by_what_it_found(tmp_path, model):
@@ -201,3 +201,17 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     result = check(tmp_path / "none.toml")
     assert result.exit_code == 2
     assert "none.toml: No such file or directory; give a readable TOML file" in result.output
+
+
+def test_files_of_environment_variables_are_read_as_a_role_would(tmp_path):
+    first, second = tmp_path / "all.env", tmp_path / "head.env"
+    first.write_text("# of all\nSEER_LOG__FORMAT=json\n\nSEER_BUFFER__LOG=/old\n")
+    second.write_text("SEER_BUFFER__LOG=/var/lib/seer/log")
+    result = check(first, second, "--disk", 1000)
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["buffer.log", '"/var/lib/seer/log"', "environment", "SEER_BUFFER__LOG"] in lines
+    assert ["log.format", '"json"', "environment", "SEER_LOG__FORMAT"] in lines
+    second.write_text("SEER_BUFFER__LOGS=/x")
+    assert "environment SEER_BUFFER__LOGS: unknown key buffer.logs" in check(first, second).output
+    assert "cannot be read" in check(tmp_path / "none.env").output
+    assert "give one configuration" in check(tmp_path / "a.toml", tmp_path / "b.toml").output

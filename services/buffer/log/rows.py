@@ -10,7 +10,7 @@ A process that is killed may leave an incomplete last line: `read` ignores it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -118,8 +118,11 @@ def without_implied(out: Iterable[Instruction]) -> list[Instruction]:
     return [item for item in out if type(item) not in _IMPLIED]
 
 
-def read(path: Path) -> tuple[Header, Iterator[Line]]:
-    """Return a file's header and its complete lines. Raises `LogError` if it is not a log of a buffer."""
+def read(path: Path, wanted: Callable[[bytes], bool] = lambda _: True) -> tuple[Header, Iterator[Line]]:
+    """Return a file's header and its complete lines, of those whose text is `wanted`.
+
+    Raises `LogError` if it is not a log of a buffer.
+    """
     lines = _lines(path)
     first = next(lines, b"")
     try:
@@ -129,7 +132,7 @@ def read(path: Path) -> tuple[Header, Iterator[Line]]:
     if header.format != FORMAT:
         written = f"has format {header.format} of version {header.version or '?'}"
         raise LogError(f"{path}: {written}, this one reads {FORMAT}: read it with the version that wrote it")
-    return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2))
+    return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2) if wanted(each))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ def config_group() -> None:
 
 
 @config_group.command()
-@click.argument("file", type=FILE)
+@click.argument("files", type=FILE, nargs=-1, required=True, metavar="FILE...")
 @click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Override a setting.")
 @click.option("--model", type=FOLDER, help="Where the model lies here.  [default: shared.model]")
 @click.option("--engines", type=POSITIVE, help="Engines of the cluster.  [default: those of this machine]")
@@ -50,7 +50,7 @@ def config_group() -> None:
     help="Tokens of a response, on average.",
 )  # fmt: skip
 def check(
-    file: Path,
+    files: tuple[Path, ...],
     sets: tuple[str, ...],
     model: Path | None,
     engines: int | None,
@@ -61,10 +61,11 @@ def check(
 ) -> None:
     """Show what every process would use by FILE, and what a cluster of its size should change.
 
+    FILE is a configuration; further ones, *.env, have lines SEER_SECTION__KEY=VALUE, as those of Kubernetes.
     Exits with 1 if something should change. Nothing is started.
     """
     from seer.config_check.command import Given, check
 
-    text, changes = check(file, sets, Given(model, engines, gpu_gib, memory, disk_gib, mean_tokens))
+    text, changes = check(files, sets, Given(model, engines, gpu_gib, memory, disk_gib, mean_tokens))
     click.echo(text)
     sys.exit(1 if changes else 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of
+from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of, log_of_running
 
 
 @click.command()
@@ -75,4 +75,18 @@ def top(connect: str, **options: object) -> None:
     show(endpoint_of(connect, config), config.security)
 
 
-COMMANDS = (exporter, top)
+@click.command()
+@click.argument("wanted", metavar="ID")
+@click.argument("log", type=click.Path(path_type=Path), required=False)
+def trace(wanted: str, log: Path | None) -> None:
+    """Tell the way of one prompt from a buffer's LOG: submitted, placed, moved, lost, delivered.
+
+    ID is PROMPT, ROLLOUT/PROMPT, or ROLLOUT/PROMPT#INDEX for one response. LOG is a folder of `buffer.log`,
+    or a file; without it, that of the system that runs on this machine.
+    """
+    from seer.prompt_trace.command import told
+
+    click.echo(told(log or log_of_running(), wanted))
+
+
+COMMANDS = (exporter, top, trace)

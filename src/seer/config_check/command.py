@@ -40,12 +40,29 @@ class Given:
     mean_tokens: int = MEAN_TOKENS
 
 
-def check(file: Path, sets: Sequence[str], given: Given) -> tuple[str, bool]:
-    """Return what to print, and whether something should change. Raises `ConfigError`, `InvalidField`."""
-    config, sources = load_with_sources(file, os.environ, sets)
+def check(files: Sequence[Path], sets: Sequence[str], given: Given) -> tuple[str, bool]:
+    """Return what to print, and whether something should change. Raises `ConfigError`, `InvalidField`.
+
+    Of `files` those named *.env have environment variables, and at most one other is a configuration.
+    """
+    tables = [file for file in files if file.suffix != ".env"]
+    if len(tables) > 1:
+        raise InvalidField("FILE", str(tables[1]), "give one configuration; further files are *.env")
+    environ = dict(pair for file in files if file.suffix == ".env" for pair in _variables(file))
+    config, sources = load_with_sources(tables[0] if tables else None, environ | os.environ, sets)
     facts = find(config, given)
     wanted = advice(config, sources, facts)
     return str(printable(shown(rows(config, sources, facts), wanted, facts))), bool(wanted)
+
+
+def _variables(file: Path) -> list[tuple[str, str]]:
+    """Return the variables of a file with lines NAME=VALUE. Raises `InvalidField`."""
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise InvalidField("FILE", str(file), f"cannot be read ({error}); give lines NAME=VALUE") from error
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return [(name, value) for name, _, value in pairs]
 
 
 def find(config: Config, given: Given) -> Facts:

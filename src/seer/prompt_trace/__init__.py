@@ -1,0 +1,1 @@
+"""`seer trace`: the way of one prompt through a buffer, from its log."""
