@@ -127,5 +127,6 @@ def check_statistics(statistics: Statistics, machine: RequestMachine, opened: in
         members = machine.rollouts[name].members.values()
         assert not (rollout.open and rollout.times), "an open rollout may go on for weeks"
         assert rollout.groups == sum(not group.done for group in members)
-    chunks = {key for running in statistics._running.values() for key in running}
+    chunks = {key for engine in statistics.running._engines.values() for key in engine.chunks}
+    assert set(statistics.running.engines) <= machine.instances.keys(), "an engine that is gone is remembered"
     assert chunks == {each.view.request_id for each in machine.requests.values() if each.instance}

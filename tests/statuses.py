@@ -32,13 +32,13 @@ def status(count=4, tokens=0, **fields):
         "open_rollouts": [
             RolloutStatus(
                 rollout_id="step-12", requests=192, finished=141, tokens=51_000, groups_open=24, seconds=300.0,
-                eta_seconds=110.0,
+                eta_seconds=110.0, generated=53_100,
             )
         ],
         "longest_open": [
             OpenRequest(
                 rollout_id="step-12", prompt_id="p18", index=3, generated=1310, expected=1420.0, engine="node0-1",
-                chunks=4,
+                chunks=4, open=5, running=3,
             )
         ],
         "lost_chunks": {"node1-0": 3}, "finished": {"stop": 140, "length": 1, "failed": 0, "cancelled": 0},

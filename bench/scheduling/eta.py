@@ -53,7 +53,7 @@ def moments(path: Path) -> tuple[str, list[Moment], float]:
             if not rollout.requests or rollout.finished < SHARES[min(len(seen), 2)] * rollout.requests:
                 continue
             if len(seen) < len(SHARES):
-                *_, found = survey(machines.requests, statistics_.pace)
+                *_, found = survey(machines.requests, statistics_, line.time)
                 assert isinstance(found, Survey)
                 seen.append(Moment(SHARES[len(seen)], line.time, found.etas.get(rollout.rollout_id)))
             if rollout.finished == rollout.requests and not end:

@@ -7,7 +7,8 @@ bench/scheduling/eta.py measures how far it is from what happened.
 Invariants (tests/property/test_eta.py asserts them):
 - an expected remainder is positive and leads to no length beyond the cap, whatever the estimate;
 - more work, fewer running requests or slower chunks never make the estimate shorter;
-- there is no estimate before a tenth of the responses has finished, nor while nothing runs.
+- there is no estimate before a tenth of the responses has finished, nor while nothing runs; before that there
+  is a range, which is wide, as little is known of lengths.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from seer.common.policy.schedule import length_quantile
 
 SHOWN_FROM = 0.1
 """Share of responses that have to finish before there is an estimate: earlier nothing is known of lengths."""
+
+UNSURE = 3.0
+"""Before `SHOWN_FROM` lengths may be so many times shorter than estimated, and as long as they may be."""
 
 WINDOW_CHUNKS = 256
 """Chunks over which speeds are taken: the last ones, about as many as run at once on a few engines."""
@@ -67,6 +71,12 @@ class Work:
     tokens: float = 0.0
     longest: float = 0.0
     running: int = 0
+
+    def add_capped(self, generated: Sequence[int], cap: int, running: int) -> None:
+        """Add the open responses of a group as if all of them reach the cap."""
+        self.tokens += sum(cap - each for each in generated)
+        self.longest = max(self.longest, cap - min(generated))
+        self.running += running
 
     def add(
         self, estimate: Estimate, generated: Sequence[int], cap: int, remainder: float, running: int
@@ -114,3 +124,21 @@ def eta_seconds(work: Work, pace: Pace, finished: int) -> float | None:
     if not (work.responses and work.running and token) or finished < SHOWN_FROM * of:
         return None
     return max(work.tokens * token / work.running, work.longest * pace.alone)
+
+
+def shortened(estimate: Estimate) -> Estimate:
+    """Return the estimate if lengths are `UNSURE` times shorter."""
+    return Estimate(max(estimate.tokens / UNSURE, 1.0), estimate.spread)
+
+
+def first_range(short: Work, capped: Work, rate: float) -> tuple[float, float] | None:
+    """Return in how many seconds a rollout ends, at least and at most, before lengths are known.
+
+    `short`: its work if lengths are `shortened`; `capped`: if all responses reach their caps. `rate`: its
+    tokens/s now, at which the one is done at the earliest; the other takes as long as its longest response,
+    too, if requests do not become faster. None: nothing runs, or nobody knows how fast.
+    """
+    if not (short.running and rate > 0):
+        return None
+    least = short.tokens / rate
+    return least, max(least, capped.tokens / rate, capped.longest * capped.running / rate)

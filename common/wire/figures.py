@@ -50,7 +50,9 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `eta_seconds`: in which time it is expected to end (`common/policy/eta.py`); None: too little is known.
     `tail_seconds`: for how long nine tenths of its responses have finished; None: they have not. `open`: an
-    open rollout, whose prompts come as they come: it has neither of the two.
+    open rollout, whose prompts come as they come: it has neither of the two. `generated`: its tokens with
+    those of chunks that run, about, by what engines report; 0: not told. `eta_least`, `eta_most`: before
+    `eta_seconds` is known, a range: if lengths are a third of those estimated, or all at their caps.
     """
 
     rollout_id: ShortStr
@@ -62,12 +64,16 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_seconds: float | None = None
     tail_seconds: float | None = None
     open: bool = False
+    generated: Count = 0
+    eta_least: float | None = None
+    eta_most: float | None = None
 
 
 class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished request that has `generated` tokens, of about `expected` in the end.
 
-    `engine`: where its chunk number `chunks` runs; empty: it waits.
+    `engine`: where its chunk number `chunks` runs; empty: it waits. Of all requests of its prompt, `open`
+    have not finished, and `running` of these run; 0: not told.
     """
 
     rollout_id: ShortStr
@@ -77,6 +83,8 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     expected: float
     engine: ShortStr = ""
     chunks: int = 0
+    open: Count = 0
+    running: Count = 0
 
 
 class Unwritten(msgspec.Struct, frozen=True, kw_only=True):

@@ -231,10 +231,11 @@ class Status(Message, tag=True):
     master's metrics address. `engines` counts those that are there: `instances`, and those that load weights,
     sleep or are quarantined.
 
-    `open_rollouts` are the `MAX_ROLLOUTS` submitted last, `longest_open` the `MAX_LONGEST` requests with most
-    tokens; `eta_seconds` is about all open requests. `lost_chunks` counts by engine, `finished` by reason.
-    `histograms`, and `messages` by socket and kind, are named as the metrics that they become
-    (docs/operations.md). `loop_lag_seconds`: how late the event loop was at most within the last minute.
+    `open_rollouts` are the `MAX_ROLLOUTS` submitted last. `longest_open` are the longest requests, those that
+    run before those that wait, one of a prompt: `MAX_LONGEST` at most. `eta_seconds` is about all open
+    requests. `lost_chunks` counts by engine, `finished` by reason. `histograms`, and `messages` by socket and
+    kind, are named as the metrics that they become (docs/operations.md). `loop_lag_seconds`: how late the
+    event loop was at most within the last minute.
     `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
     `version`: that of the buffer's code. `unwritten`: which of `log` and `chunks` cannot be written now; they
     begin again by themselves.

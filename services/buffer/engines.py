@@ -96,8 +96,10 @@ class EngineConnections:
             case wire.ChunkFailed():
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
-                self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))
-                self._conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
+                best = self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))
+                speeds = best.best_rate, best.token_seconds_alone
+                report = events.EngineReported(name, best.pinned_blocks, best.generated_tokens, *speeds)
+                self._conductor.apply(report)
             case wire.WeightsPrepared() | wire.WeightsLoaded() | wire.Slept():
                 self._conductor.apply(FromEngine(name, message))
             case wire.OpenSpool() | wire.ReadSpool():

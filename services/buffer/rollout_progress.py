@@ -4,7 +4,8 @@ There may be 200,000 requests, and the buffer has other work, so `survey` yields
 
 Invariants (tests/cluster/test_observer.py):
 - it changes nothing, and groups may come and go between two steps;
-- a rollout's estimate is that of its own work, at the rate of its own running requests.
+- a rollout's estimate is that of its own work, at the rate of its own running requests;
+- of the responses to one prompt one is named, the longest that runs, and how many are open and run.
 """
 
 from __future__ import annotations
@@ -14,21 +15,50 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 from seer.common import ids, wire
-from seer.common.policy.eta import Pace, Work, eta_seconds, expected_remainder
+from seer.common.policy.eta import (
+    SHOWN_FROM,
+    Work,
+    eta_seconds,
+    expected_remainder,
+    first_range,
+    shortened,
+)
+from seer.common.policy.length import Estimate
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
+from seer.services.buffer.running_chunks import InFlight
+from seer.services.buffer.statistics import Statistics
 
 STEP = 500
 """Requests between two yields: one or two milliseconds."""
 
 
+@dataclass(slots=True, eq=False)
+class OpenPrompt:
+    """The longest response to a prompt that runs, else that waits, with its `tokens`.
+
+    `running` of the `open` responses run.
+    """
+
+    longest: RequestState
+    tokens: int
+    open: int = 0
+    running: int = 0
+
+
 @dataclass(slots=True)
 class Survey:
-    """What is expected: seconds to the end by rollout and of all, and requests with most tokens first."""
+    """What is expected: seconds to the end by rollout and of all, and the prompts with the longest responses.
+
+    `ranges`: by rollout, the least and most seconds, where there is no estimate yet. `made`: the tokens that
+    each rollout has, with those of chunks that run.
+    """
 
     etas: dict[str, float | None] = field(default_factory=dict)
     eta: float | None = None
-    longest: list[RequestState] = field(default_factory=list)
+    ranges: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
+    longest: list[OpenPrompt] = field(default_factory=list)
 
 
 def newest(machine: RequestMachine) -> list[RolloutState]:
@@ -38,15 +68,12 @@ def newest(machine: RequestMachine) -> list[RolloutState]:
     return nlargest(wire.MAX_ROLLOUTS, rollouts, key=lambda each: each.submitted)
 
 
-def survey(machine: RequestMachine, pace: Pace) -> Iterator[Survey | None]:
+def survey(machine: RequestMachine, statistics: Statistics, now: float) -> Iterator[Survey | None]:
     """Look at all open requests; yield None now and then, and the outcome at last."""
+    in_flight = InFlight(statistics.running, now)
+    rollouts = {each.rollout_id: _Outlook(each) for each in newest(machine)}
     held = {each.rollout.rollout_id for each in machine.registry.held.values()}
-    named = {
-        each.rollout_id: each for each in newest(machine) if not each.open and each.rollout_id not in held
-    }
-    works = {name: Work(each.requests - each.finished) for name, each in named.items()}
-    everything = Work(len(machine.requests))
-    longest: list[RequestState] = []
+    everything, longest = Work(len(machine.requests)), _Longest()
     seen = 0
     for group in [each for each in machine.groups.values() if not each.done and each.held_since is None]:
         estimate = machine.estimates.get(group.group_id)
@@ -56,21 +83,99 @@ def survey(machine: RequestMachine, pace: Pace) -> Iterator[Survey | None]:
         seen += 1 + len(found)
         if not found:
             continue
-        generated, cap = [each.view.produced for each in found], found[0].view.most
-        remainder = sum(expected_remainder(estimate, each, cap) for each in generated)
-        running = sum(bool(each.instance) for each in found)
-        everything.add(estimate, generated, cap, remainder, running)
-        work = works.get(group.rollout.rollout_id) if not group.rollout.open else None
-        if work is not None:
-            work.add(estimate, generated, cap, remainder, running)
-        if len(longest) < wire.MAX_LONGEST or max(generated) > _tokens(longest[-1]):
-            longest = nlargest(wire.MAX_LONGEST, [*longest, *found], key=_tokens)
+        tokens = [in_flight.tokens(each.instance, each.view.request_id) for each in found]
+        of = _Open(found, tokens)
+        add = estimate, of.kept, of.cap, of.remainder(estimate, of.kept), of.running
+        everything.add(*add)
+        if outlook := rollouts.get(group.rollout.rollout_id):
+            outlook.work.add(*add)
+            outlook.add(estimate, of)
+        longest.add(group, of)
         if seen >= STEP:
             seen = 0
             yield None
-    etas = {name: eta_seconds(works[name], pace, each.finished) for name, each in named.items()}
-    finished = sum(each.finished for each in machine.rollouts.values())
-    yield Survey(etas, eta_seconds(everything, pace, finished), longest)
+    pace, all_finished = statistics.pace, sum(each.finished for each in machine.rollouts.values())
+    rate = sum(statistics.running.rate(name) for name in machine.instances) / max(everything.running, 1)
+    named = {name: each for name, each in rollouts.items() if not each.rollout.open and name not in held}
+    yield Survey(
+        {name: eta_seconds(each.work, pace, each.rollout.finished) for name, each in named.items()},
+        eta_seconds(everything, pace, all_finished),
+        {name: each.range(rate) for name, each in named.items()},
+        {name: each.rollout.counters["tokens"] + int(each.in_flight) for name, each in rollouts.items()},
+        longest.prompts,
+    )
+
+
+class _Open:
+    """The open responses of a group: the tokens that are `kept` of each, and those that it `has` by now."""
+
+    def __init__(self, requests: list[RequestState], in_flight: list[float]) -> None:
+        self.requests, self.in_flight = requests, sum(in_flight)
+        self.kept = [each.view.produced for each in requests]
+        self.has = [kept + int(more) for kept, more in zip(self.kept, in_flight, strict=True)]
+        self.cap = requests[0].view.most
+        self.running = sum(bool(each.instance) for each in requests)
+
+    def remainder(self, estimate: Estimate, generated: list[int]) -> float:
+        """Return how many more tokens they are expected to have, all together."""
+        return sum(expected_remainder(estimate, each, self.cap) for each in generated)
+
+
+class _Outlook:
+    """What is left of a rollout; early, also if lengths are short, and if all reach their caps."""
+
+    def __init__(self, rollout: RolloutState) -> None:
+        self.rollout = rollout
+        left = rollout.requests - rollout.finished
+        self.work, self.short, self.capped = Work(left), Work(left), Work(left)
+        self.early = not rollout.open and rollout.finished < SHOWN_FROM * rollout.requests
+        self.in_flight = 0.0
+
+    def add(self, estimate: Estimate, of: _Open) -> None:
+        """Add the open responses of a group to what is only known early."""
+        self.in_flight += of.in_flight
+        if self.early:
+            short = shortened(estimate)
+            self.short.add(short, of.has, of.cap, of.remainder(short, of.has), of.running)
+            self.capped.add_capped(of.has, of.cap, of.running)
+
+    def range(self, rate: float) -> tuple[float, float] | None:
+        """Return the range of its end. `rate`: tokens/s of a running request, by what engines report."""
+        return first_range(self.short, self.capped, rate * self.short.running) if self.early else None
+
+
+class _Longest:
+    """The prompts with the longest open responses, the longest first; groups of one name are one prompt."""
+
+    def __init__(self) -> None:
+        self.prompts: list[OpenPrompt] = []
+        self._shared: dict[str, OpenPrompt] = {}
+
+    def add(self, group: GroupState, of: _Open) -> None:
+        runs, tokens, first = max(
+            (bool(each.instance), tokens, -number)
+            for number, (each, tokens) in enumerate(zip(of.requests, of.has, strict=True))
+        )
+        request = of.requests[-first]
+        prompt = self._shared.get(group.shared_id) if group.shared_id else None
+        if prompt is None:
+            prompt = OpenPrompt(request, tokens)
+            if group.shared_id:
+                self._shared[group.shared_id] = prompt
+        elif (runs, tokens) > _order(prompt):
+            prompt.longest, prompt.tokens = request, tokens
+        prompt.open += len(of.requests)
+        prompt.running += of.running
+        if prompt not in self.prompts:
+            if len(self.prompts) == wire.MAX_LONGEST and _order(prompt) <= _order(self.prompts[-1]):
+                return
+            self.prompts.append(prompt)
+        self.prompts = nlargest(wire.MAX_LONGEST, self.prompts, key=_order)
+
+
+def _order(prompt: OpenPrompt) -> tuple[bool, int]:
+    """Sort those that run first, then by tokens."""
+    return prompt.running > 0, prompt.tokens
 
 
 def _requests(machine: RequestMachine, group: GroupState) -> Iterator[RequestState]:
@@ -78,7 +183,3 @@ def _requests(machine: RequestMachine, group: GroupState) -> Iterator[RequestSta
         request = machine.requests.get(ids.request_id(group.group_id, index))
         if request is not None:
             yield request
-
-
-def _tokens(request: RequestState) -> int:
-    return request.view.produced

@@ -39,6 +39,7 @@ from seer.services.buffer.buffer_machine import BufferMachine, Event, Instructio
 from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
+from seer.services.buffer.running_chunks import RunningChunks
 
 MAX_ENGINES = 10_000
 """Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
@@ -109,7 +110,7 @@ class Ended:
 class Statistics:
     """See the module's docstring. `lost` counts chunks by engine, `finished` requests by reason.
 
-    `pace` is how fast chunks ran; `ended` the rollout that ended last.
+    `pace` is how fast chunks ran, `running` those that run; `ended` the rollout that ended last.
     """
 
     def __init__(self, machine: BufferMachine) -> None:
@@ -121,10 +122,10 @@ class Statistics:
         self.lost: Counter[str] = Counter()
         self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.pace = Pace()
+        self.running = RunningChunks()
         self.ended: Ended | None = None
         self._groups: dict[str, _Group] = {}
         self._rollouts: dict[str, _Rollout] = {}
-        self._running: dict[str, dict[str, tuple[int, float]]] = {}  # by engine: attempt, start
         self._phase, self._phase_since = "", 0.0
         self._here: dict[str, float] = {}  # by engine: since when it is there
         self._gone: deque[tuple[str, float, float]] = deque(maxlen=MAX_ENGINES)  # name, joined, left
@@ -155,7 +156,7 @@ class Statistics:
                 case instructions.Dispatch():
                     self._dispatch(item, now)
                 case ToEngine(instance, DropChunk(request_id=request_id)):
-                    self._running.get(instance, {}).pop(request_id, None)
+                    self.running.dropped(instance, request_id, now)
                 case instructions.Take():
                     self._take(item.group_id)
                 case GroupOpened():
@@ -243,7 +244,7 @@ class Statistics:
         return (group.since, group.chunks, int(index)) if group else (array("d"), array("l"), 0)
 
     def _dispatch(self, item: instructions.Dispatch, now: float) -> None:
-        self._running.setdefault(item.instance, {})[item.request_id] = item.attempt, now
+        self.running.began(item.instance, item.request_id, item.attempt, item.max_new_tokens, now)
         since, chunks, index = self._find(item.request_id)
         if since:
             self.chunk_wait_seconds.add(now - since[index])
@@ -251,7 +252,12 @@ class Statistics:
 
     def _end_chunk(self, event: Event, out: Sequence[Instruction], now: float) -> None:
         match event:
+            case events.EngineReported(instance) if instance in self._machine.requests.instances:
+                self.running.reported(instance, event.generated_tokens, now)
+            case events.TokensArrived(instance, tokens):
+                self.running.returned(instance, tokens.request_id, tokens.attempt, tokens.count, now)
             case events.ChunkEnded(instance, result):
+                self.running.returned(instance, result.request_id, result.attempt, result.count, now)
                 kept = [item for item in out if isinstance(item, instructions.Keep)]
                 for item in kept:
                     self._keep(item, instance, result.start + result.count, now)
@@ -261,7 +267,8 @@ class Statistics:
                 self._lose_unkept(instance, failed, now)
 
     def _keep(self, item: instructions.Keep, instance: str, count: int, now: float) -> None:
-        _, started = self._running.get(instance, {}).pop(item.request_id, (0, now))
+        chunk = self.running.ended(instance, item.request_id)
+        started = chunk.started if chunk else now
         self.chunk_seconds.add(now - started)
         self.pace.add(now - started, count)
         since, _, index = self._find(item.request_id)
@@ -294,18 +301,17 @@ class Statistics:
 
     def _lose_unkept(self, instance: str, chunk: ChunkResult | ChunkFailed, now: float) -> None:
         """Count a chunk that ended and was not kept; late answers to earlier attempts are about none."""
-        running = self._running.get(instance, {})
-        if running.get(chunk.request_id, (None, 0.0))[0] == chunk.attempt:
-            del running[chunk.request_id]
+        running = self.running.of(instance, chunk.request_id)
+        if running is not None and running.attempt == chunk.attempt:
+            self.running.dropped(instance, chunk.request_id, now)
             self._lose(instance, chunk.request_id, now)
 
     def _lose_engines(self, event: Event, now: float) -> None:
         """Count what ran on engines that are gone, or have registered again."""
         again = {event.instance} if isinstance(event, Joined) else set()
-        for name in [each for each in self._running if each not in self._machine.requests.instances]:
-            again.add(name)
-        for name in sorted(again & self._running.keys()):
-            for request_id in self._running.pop(name):
+        gone = {each for each in self.running.engines if each not in self._machine.requests.instances}
+        for name in sorted(again | gone):
+            for request_id in self.running.gone(name):
                 self._lose(name, request_id, now)
 
     # --- how long engines were there ---------------------------------------------------------

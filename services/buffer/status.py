@@ -24,9 +24,9 @@ from seer.common.policy.rollout_bound import bound_seconds
 from seer.common.types import InstanceStats
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.log.outage import Outage
-from seer.services.buffer.requests.state import RequestState, RolloutState
+from seer.services.buffer.requests.state import RolloutState
 from seer.services.buffer.response_store import TOKEN_BYTES
-from seer.services.buffer.rollout_progress import Survey, newest, survey
+from seer.services.buffer.rollout_progress import OpenPrompt, Survey, newest, survey
 from seer.services.buffer.statistics import Statistics
 
 MOST_OF_TIME = 0.05
@@ -132,7 +132,7 @@ class StatusDesk:
 
     async def _look(self) -> None:
         took = 0.0
-        looking = survey(self._machine.requests, self._statistics.pace)
+        looking = survey(self._machine.requests, self._statistics, self._clock.now())
         seen: Survey | None = None
         while seen is None:
             before = self._clock.now()
@@ -166,7 +166,7 @@ class StatusDesk:
             requests_held=sum(group.size for group in machine.registry.held.values()),
             engines=len(weights.known),
             open_rollouts=[self._rollout(each, now) for each in newest(machine)],
-            longest_open=[self._request(each) for each in self._survey.longest if not each.finish],
+            longest_open=[self._open(each) for each in self._survey.longest if not each.longest.finish],
             eta_seconds=self._since(self._survey.eta, now) if machine.requests else None,
             lost_chunks=dict(statistics.lost),
             finished=dict(statistics.finished),
@@ -205,6 +205,7 @@ class StatusDesk:
 
     def _rollout(self, rollout: RolloutState, now: float) -> wire.RolloutStatus:
         unfinished = [group for group in rollout.members.values() if not group.done]
+        least, most = self._survey.ranges.get(rollout.rollout_id) or (None, None)
         return wire.RolloutStatus(
             rollout_id=rollout.rollout_id,
             requests=rollout.requests,
@@ -217,20 +218,27 @@ class StatusDesk:
             if rollout.open
             else self._statistics.tail(rollout.rollout_id, rollout.requests, now),
             open=rollout.open,
+            generated=max(rollout.counters["tokens"], self._survey.made.get(rollout.rollout_id, 0)),
+            eta_least=self._since(least, now),
+            eta_most=self._since(most, now),
         )
 
-    def _request(self, request: RequestState) -> wire.OpenRequest:
+    def _open(self, prompt: OpenPrompt) -> wire.OpenRequest:
+        request = prompt.longest
         view, group = request.view, request.group
+        tokens = max(view.produced, prompt.tokens)
         estimate = self._machine.requests.estimates.get(group.group_id)
-        more = expected_remainder(estimate, view.produced, view.most) if estimate else 0.0
+        more = expected_remainder(estimate, tokens, view.most) if estimate else 0.0
         return wire.OpenRequest(
             rollout_id=group.rollout.rollout_id,
             prompt_id=group.prompt_id,
             index=view.index - group.first_index,
-            generated=view.produced,
-            expected=view.produced + more,
+            generated=tokens,
+            expected=tokens + more,
             engine=request.instance,
             chunks=self._statistics.chunks(request),
+            open=prompt.open,
+            running=prompt.running,
         )
 
     def _last_rollout(self) -> wire.RolloutEnd | None:

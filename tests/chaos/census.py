@@ -18,6 +18,7 @@ KEPT = (
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^BufferServer\._statistics\.(\w+_seconds|response_tokens|pace|lost|finished)",  # buckets, the last chunks
+    r"^BufferServer\._statistics\.running\._engines\[\]\.reports",  # the last six of each engine
     r"^BufferServer\._desk\._(lag|survey)",  # the last minute's lags; ten requests, as the last answer had them
     r"^DgdsServer\.store\._(groups|newest)",  # for their time to live
     r"^DgdsServer\._past\._prompts",  # what is remembered of earlier iterations: bounded by tokens

@@ -10,7 +10,7 @@ from virtual_time import virtual
 from seer.client import SamplingParams
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, EngineConfig
+from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
 from seer.common.errors import Unreachable
 from seer.observe.observer import Observer
 from seer.services.buffer.status import LAG_WINDOW_SECONDS, LoopLag
@@ -120,7 +120,7 @@ async def test_progress_and_the_estimate_are_of_the_rollout_that_runs():
         sampling = SamplingParams(max_tokens=2000)
         rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_id="long")
         result = asyncio.create_task(rollout.result())
-        begun, etas, last = asyncio.get_running_loop().time(), [], 0
+        begun, etas, last, made = asyncio.get_running_loop().time(), [], 0, 0
         while not result.done():
             await asyncio.sleep(0.5)
             status = await looking.status(5.0)
@@ -132,16 +132,49 @@ async def test_progress_and_the_estimate_are_of_the_rollout_that_runs():
             assert (mine.eta_seconds is None) or mine.finished >= 6
             assert (mine.tail_seconds is not None) == (mine.finished >= 54)
             assert len(status.longest_open) <= wire.MAX_LONGEST
-            tokens = [each.generated for each in status.longest_open]
-            assert tokens == sorted(tokens, reverse=True)
+            tokens = [(each.running > 0, each.generated) for each in status.longest_open]
+            assert tokens == sorted(tokens, reverse=True), "those that run come first"
+            assert all(each.running == 0 or each.engine for each in status.longest_open)
             assert all(each.rollout_id == "long" and each.expected <= 2000 for each in status.longest_open)
             assert all(each.chunks > 0 for each in status.longest_open if each.generated)
+            prompts = [each.prompt_id for each in status.longest_open]
+            assert len(set(prompts)) == len(prompts), "siblings are one row"
+            assert all(2 >= each.open >= each.running >= 0 < each.open for each in status.longest_open)
+            assert made <= (made := mine.generated)
+            assert mine.generated >= mine.tokens
+            if mine.finished >= 6:
+                assert mine.eta_least is mine.eta_most is None
             if mine.eta_seconds is not None:
                 etas.append((asyncio.get_running_loop().time(), mine.eta_seconds))
         end = asyncio.get_running_loop().time()
         assert etas, "it ended with nothing said"
         middle, eta = etas[len(etas) // 2]
         assert 0.4 * (end - middle) < eta < 2.5 * (end - middle), (begun, middle, eta, end)
+        looking.close()
+
+
+@virtual
+async def test_tokens_and_a_range_are_told_before_any_chunk_has_ended():
+    slow = ReplayConfig(step_seconds=0.05)
+    engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64, replay=slow)
+    async with running(2, engine=engines) as cluster, cluster.client() as client:
+        looking, loop = observer(cluster), asyncio.get_running_loop()
+        sampling = SamplingParams(max_tokens=2000)
+        rollout = await client.submit([[1, number] for number in range(30)], n=8, sampling=sampling)
+        result, begun = asyncio.create_task(rollout.result()), loop.time()
+        ranges = []
+        while not result.done():
+            await asyncio.sleep(0.5)
+            status = await looking.status(5.0)
+            if status.open_rollouts and status.open_rollouts[0].eta_least is not None:
+                mine = status.open_rollouts[0]
+                now = loop.time() - begun
+                ranges.append((now, mine.eta_least, mine.eta_most, mine.tokens, mine.generated))
+        took = loop.time() - begun
+        assert any(made > kept + 1000 for *_, kept, made in ranges), "it told what running chunks have"
+        assert ranges[0][0] < 4.0
+        for now, least, most, _, _ in ranges:
+            assert now + least < took < now + most, (ranges, took)
         looking.close()
 
 

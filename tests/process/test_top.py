@@ -95,7 +95,11 @@ async def test_it_follows_the_system_and_leaves_the_terminal_as_it_was(tmp_path)
         rolling = asyncio.create_task(rolled(client, 0, 800))
         terminal, other = top(system), top(system)
         try:
-            await terminal.until(r"2 engines[\s\S]*\d+/32 responses[\s\S]*e0[\s\S]*longest open")
+            await terminal.until(r"2 engines[\s\S]*\d+/32 responses[\s\S]*e0[\s\S]*longest by prompt")
+            terminal.press("?")
+            await terminal.until(r"booked +share of them[\s\S]*\? back")
+            terminal.press("?")
+            await terminal.until(r"longest by prompt[\s\S]*\? what words mean")
             terminal.press("\x1b[B")  # scrolls, and does not end it
             await terminal.until("2 engines")
             await rolling

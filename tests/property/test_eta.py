@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.common.policy.eta import SHOWN_FROM, Pace, Work, eta_seconds, expected_remainder
+from seer.common.policy.eta import (
+    SHOWN_FROM,
+    UNSURE,
+    Pace,
+    Work,
+    eta_seconds,
+    expected_remainder,
+    first_range,
+    shortened,
+)
 from seer.common.policy.length import Estimate
 
 ESTIMATES = st.builds(
@@ -73,3 +82,24 @@ def test_the_pace_is_that_of_the_last_chunks(chunks):
     last = chunks[-256:]
     expected = sum(seconds for seconds, _ in last) / sum(tokens for _, tokens in last)
     assert pace.token_seconds == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@given(
+    ESTIMATES, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 40), st.floats(0.01, 1e6), st.data()
+)
+def test_the_first_range_is_from_short_lengths_to_all_at_the_cap(
+    estimate, generated, more, responses, rate, data
+):
+    cap, running, short = generated + more, data.draw(st.integers(1, responses)), Work(responses)
+    remainder = responses * expected_remainder(shortened(estimate), generated, cap)
+    short.add(shortened(estimate), [generated] * responses, cap, remainder, running)
+    capped = Work(responses)
+    capped.add_capped([generated] * responses, cap, running)
+    least, most = first_range(short, capped, rate)
+    assert 0 < least <= most < math.inf
+    assert least == pytest.approx(short.tokens / rate)
+    assert most == pytest.approx(responses * more / rate)
+    assert first_range(short, capped, 2 * rate)[1] <= most
+    assert first_range(short, capped, 0.0) is None
+    assert first_range(Work(responses), capped, rate) is None, "nothing runs"
+    assert shortened(estimate).tokens == max(estimate.tokens / UNSURE, 1.0)

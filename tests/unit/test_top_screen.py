@@ -8,23 +8,23 @@ from rich.cells import cell_len
 from statuses import engine, status
 
 from seer.common.wire import RolloutStatus, Unwritten
-from seer.observe.screen import Glance, duration, last_scroll, screen, sparkline
+from seer.observe.screen import HEAD, OPEN_HEAD, WORDS, Glance, duration, last_scroll, screen, sparkline
 
 GLANCE = Glance(status(tokens=816), status(), 1.0, rates=(1000.0, 2000.0, 3264.0))
 
 AT_80 = """\
 seer top   policy seer   weights v12   4 engines   up 1 h 02 min
-rollout step-12   141/192 responses   ends in about 1 min 50 s
+rollout step-12   141/192 responses   53,100 tokens   ends in about 1 min 50 s
 64 running   107 waiting   3,264 tokens/s ▃▅█
 engine       run wait KV used       booked tokens/s accepted cached lost starts
 node0-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
 node1-0       16    0 █·······  16%    35%      816     2.00    62%    3      1
 node2-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
 node3-0       16    0 █·······  16%    35%      816     2.00    62%    0      1
-longest open responses
-  step-12 p18#3   1,310 of about 1,420 tokens   node0-1, chunk 4
+longest by prompt  open run   tokens  of about
+p18#3                 5   3    1,310     1,420  node0-1, chunk 4
 
-q quit   ↑ ↓ scroll"""
+q quit   ? what words mean   ↑ ↓ scroll"""
 
 
 def lines(glance, width=80, height=24, scroll=0):
@@ -43,13 +43,48 @@ def test_a_log_that_cannot_be_written_stands_above_the_rollouts_with_its_reason(
     assert shown[3].startswith("rollout step-12")
 
 
-@given(st.integers(20, 200), st.integers(5, 60), st.integers(0, 700), st.integers(0, 600))
-def test_it_fits_whatever_the_size(width, height, scroll, engines):
+@given(st.integers(20, 200), st.integers(5, 60), st.integers(0, 700), st.integers(0, 600), st.booleans())
+def test_it_fits_whatever_the_size(width, height, scroll, engines, explained):
     glance = Glance(status(engines), None)
-    shown = screen(glance, width, height, scroll).plain.split("\n")
+    shown = screen(glance, width, height, scroll, explained).plain.split("\n")
     assert len(shown) <= height
     assert all(cell_len(line) <= width for line in shown)
     assert shown[-1].startswith("q quit")
+
+
+def test_the_end_is_a_range_before_it_is_known_and_the_name_gives_way_to_it():
+    early = replace(
+        status().open_rollouts[0], rollout_id="rollout-0123456789abcdef", finished=0, eta_seconds=None,
+        eta_least=20.4, eta_most=250.0,
+    )  # fmt: skip
+    shown = lines(Glance(status(open_rollouts=[early])))
+    assert shown[1] == "rollout …89abcdef   0/192 responses   53,100 tokens   ends in 20 s to 4 min 10 s"
+    assert lines(Glance(status(open_rollouts=[early])), width=120)[1] == (
+        "rollout rollout-0123456789abcdef   0/192 responses   53,100 tokens   ends in 20 s to 4 min 10 s"
+    )
+
+
+def test_rollouts_are_named_where_there_are_several_and_an_old_buffer_tells_no_counts():
+    first = status().longest_open[0]
+    second = replace(first, rollout_id="step-13", prompt_id="q", engine="", chunks=2, open=0, running=0)
+    shown = lines(Glance(status(longest_open=[first, second])))
+    at = shown.index("longest by prompt  open run   tokens  of about")
+    assert shown[at + 1 : at + 3] == [
+        "step-12 p18#3         5   3    1,310     1,420  node0-1, chunk 4",
+        "step-13 q#3           -   -    1,310     1,420  waits, after 2 chunks",
+    ]
+
+
+def test_every_word_of_the_tables_is_explained():
+    words = ", ".join(word for word, _ in WORDS).split(", ")
+    assert {*HEAD, *OPEN_HEAD, "KV used", "rollout", "in its tail", "held"} <= set(words)
+    last = last_scroll(GLANCE, 80, 24, explained=True)
+    pages = [screen(GLANCE, 80, 24, scroll, explained=True).plain for scroll in range(last + 1)]
+    seen = " ".join(" ".join(pages).split())
+    for word, meaning in WORDS:
+        assert word in seen
+        assert meaning.split()[-1] in seen
+    assert "? back" in pages[0]
 
 
 def test_a_long_table_scrolls_to_its_end_and_no_further():

@@ -11,10 +11,17 @@ from seer.services.buffer import events
 
 
 class EngineReported(events.Row, frozen=True):
-    """An engine reports how many blocks saves to the KV pool pin."""
+    """An engine reports how many blocks saves to the KV pool pin, which placements depend on.
+
+    The rest is for those who look at it: the tokens that it has generated since it started, and its best
+    speeds, as in `InstanceStats`; 0 in logs of releases up to 0.4.0.
+    """
 
     instance: str
     pinned_blocks: int = 0
+    generated_tokens: int = 0
+    best_rate: float = 0.0
+    token_seconds_alone: float = 0.0
 
 
 class KeptResponse(events.Row, frozen=True):

@@ -3,12 +3,14 @@
 Invariants (tests/unit/test_top_screen.py):
 - it fits: no more lines and cells than the terminal has, from 20 by 5 on;
 - texts of peers appear with all control characters escaped, each on its own line;
-- the tables scroll, the rest stays; scrolling ends with the last line.
+- the tables scroll, the rest stays; scrolling ends with the last line;
+- every word of the tables is explained (`WORDS`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -22,11 +24,39 @@ BARS = "▁▂▃▄▅▆▇█"
 MOST_ROLLOUTS = 4
 """Rollouts above the tables; more of them scroll with these."""
 
-NAME_CELLS, BAR_CELLS = 12, 8
-"""What a name and a bar have on 80 columns; a name gets most of what is wider."""
+NAME_CELLS, BAR_CELLS, LEAST_NAME_CELLS = 12, 8, 8
+"""What a name and a bar have on 80 columns; a name gets most of what is wider, a rollout's what is left."""
 
 HEAD = ("run", "wait", "booked", "tokens/s", "accepted", "cached", "lost", "starts")
 _WIDTHS = (4, 5, 7, 9, 9, 7, 5, 7)
+
+OPEN_HEAD = ("open", "run", "tokens", "of about")
+_OPEN_WIDTHS = (5, 4, 9, 10)
+
+WORDS = (
+    ("rollout", "all that a trainer submitted at once; an open one gets prompts as they come"),
+    ("tokens", "generated so far; of chunks that run, about, by what engines report every second"),
+    ("ends in about", "the larger of the work left at the present rate, and the longest response left"),
+    (
+        "ends in A to B",
+        "before a tenth has finished: if lengths are a third of those expected, or all max_tokens",
+    ),
+    ("in its tail", "nine tenths of the responses have finished, for so long"),
+    ("held", "responses that wait for weights, an engine, or the end of sleep"),
+    ("run, wait", "chunks that an engine runs, and those it has not begun"),
+    ("KV used", "share of the engine's KV blocks that hold something"),
+    ("booked", "share of them that the chunks that run can need at most: at 100 % others wait"),
+    ("tokens/s", "since the last second; - : not known yet"),
+    ("accepted", "tokens per step and response, accepted drafts included"),
+    ("cached", "share of prompt tokens whose KV was there already"),
+    ("lost", "chunks that ran there for nothing, as the engine died or failed"),
+    ("starts", "how often the engine was started since the buffer was"),
+    ("p18#3", "response 3 to prompt p18: the longest of this prompt that runs, or else waits"),
+    ("open, run", "of the prompt's responses: those that have not finished, and those of them that run"),
+    ("of about", "the expected length of the longest, from all that is known of the prompt's responses"),
+    ("chunk", "how often the longest was placed; it runs a chunk at a time"),
+)
+"""What `?` shows: a word on the screen, and what it means."""
 
 
 class Glance(NamedTuple):
@@ -39,24 +69,26 @@ class Glance(NamedTuple):
     problem: str = ""
 
 
-def screen(glance: Glance, width: int, height: int, scroll: int = 0) -> Text:
-    """Return the screen; the tables begin with their line `scroll`."""
-    head = _head(glance)
-    body = _body(glance, width)
+def screen(glance: Glance, width: int, height: int, scroll: int = 0, explained: bool = False) -> Text:
+    """Return the screen; the tables, or what their words mean, begin with their line `scroll`."""
+    head = _head(glance, width)
+    body = _words(width) if explained else _body(glance, width)
     room = max(1, height - len(head) - 1)
-    first = min(scroll, last_scroll(glance, width, height))
+    first = min(scroll, last_scroll(glance, width, height, explained))
     shown = body[first : first + room]
     hidden = len(body) - len(shown)
-    foot = Text(f"q quit   ↑ ↓ scroll{f' ({hidden} more lines)' if hidden else ''}", style="dim")
+    more = f" ({hidden} more lines)" if hidden else ""
+    foot = Text(f"q quit   ? {'back' if explained else 'what words mean'}   ↑ ↓ scroll{more}", style="dim")
     if glance.problem:
         foot = Text(_clean(f"away, and asked again: {glance.problem}"), style="bold red")
     filled = [*head, *shown, *[Text()] * (room - len(shown))]
     return Text("\n").join(_cut(each, width) for each in (*filled[: height - 1], foot))
 
 
-def last_scroll(glance: Glance, width: int, height: int) -> int:
+def last_scroll(glance: Glance, width: int, height: int, explained: bool = False) -> int:
     """Return the largest `scroll` that hides nothing above what there is room for."""
-    return max(0, len(_body(glance, width)) - max(1, height - len(_head(glance)) - 1))
+    body = _words(width) if explained else _body(glance, width)
+    return max(0, len(body) - max(1, height - len(_head(glance, width)) - 1))
 
 
 def tokens_per_second(glance: Glance) -> float:
@@ -79,7 +111,7 @@ def _rates(glance: Glance) -> dict[str, float | None]:
 # --- above the tables ------------------------------------------------------------------------
 
 
-def _head(glance: Glance) -> list[Text]:
+def _head(glance: Glance, width: int) -> list[Text]:
     status = glance.now
     engines = f"{len(status.instances)} engines"
     others = status.engines - len(status.instances)
@@ -93,7 +125,7 @@ def _head(glance: Glance) -> list[Text]:
     work = f"{status.requests_running:,} running   {status.requests_waiting:,} waiting"
     work += f"   {status.requests_held:,} held" if status.requests_held else ""
     work += f"   {tokens_per_second(glance):,.0f} tokens/s {sparkline(glance.rates)}"
-    rollouts = [_rollout(each) for each in status.open_rollouts[:MOST_ROLLOUTS]]
+    rollouts = [_rollout(each, width) for each in status.open_rollouts[:MOST_ROLLOUTS]]
     if not rollouts:
         rollouts = [Text("no rollout is open", style="dim")]
     failing = [
@@ -104,17 +136,22 @@ def _head(glance: Glance) -> list[Text]:
     return [title, *failing, *rollouts, last]
 
 
-def _rollout(rollout: RolloutStatus) -> Text:
-    parts = [f"{rollout.finished:,}/{rollout.requests:,} responses"]
+def _rollout(rollout: RolloutStatus, width: int) -> Text:
+    tokens = max(rollout.generated, rollout.tokens)  # a buffer before protocol 3.3 tells those that came only
+    parts = [f"{rollout.finished:,}/{rollout.requests:,} responses", f"{tokens:,} tokens"]
     if rollout.open:
         parts.append("open")
     if rollout.tail_seconds is not None:
         parts.append(f"in its tail for {duration(rollout.tail_seconds)}")
     if rollout.eta_seconds is not None:
         parts.append(f"ends in about {duration(rollout.eta_seconds)}")
+    elif rollout.eta_least is not None and rollout.eta_most is not None:
+        parts.append(f"ends in {duration(rollout.eta_least)} to {duration(rollout.eta_most)}")
     else:
         parts.append(f"for {duration(rollout.seconds)}")
-    return Text.assemble("rollout ", (_clean(rollout.rollout_id), "bold"), "   ", "   ".join(parts))
+    rest = "   ".join(parts)
+    room = max(LEAST_NAME_CELLS, width - len("rollout ") - len("   ") - cell_len(rest))
+    return Text.assemble("rollout ", (_short(rollout.rollout_id, room), "bold"), "   ", rest)
 
 
 # --- the tables ------------------------------------------------------------------------------
@@ -125,7 +162,7 @@ def _body(glance: Glance, width: int) -> list[Text]:
     name = max(NAME_CELLS, min(40, width - 80 + NAME_CELLS))
     rates = _rates(glance)
     known = {each.name: each for each in glance.before.instances} if glance.before else {}
-    body = [_rollout(each) for each in status.open_rollouts[MOST_ROLLOUTS:]]
+    body = [_rollout(each, width) for each in status.open_rollouts[MOST_ROLLOUTS:]]
     body.append(_table_head(name))
     body += [
         _engine(each, known.get(each.name), rates[each.name], status.lost_chunks.get(each.name, 0), name)
@@ -136,9 +173,21 @@ def _body(glance: Glance, width: int) -> list[Text]:
     for each, why in sorted(status.quarantined.items()):
         body.append(Text(_clean(f"{each}: QUARANTINED: {why}"), style="red"))
     if status.longest_open:
-        body.append(Text("longest open responses", style="dim"))
-        body += [_open(each) for each in status.longest_open]
+        columns = "".join(f"{title:>{cells}}" for title, cells in zip(OPEN_HEAD, _OPEN_WIDTHS, strict=True))
+        body.append(Text(f"{'longest by prompt':<{name + 6}}{columns}", style="dim"))
+        several = len({each.rollout_id for each in status.longest_open}) > 1
+        body += [_open(each, name + 6, several) for each in status.longest_open]
     return body
+
+
+def _words(width: int) -> list[Text]:
+    """Return what words mean, each meaning beside its word on as many lines as it needs."""
+    indent = max(len(word) for word, _ in WORDS) + 2
+    lines: list[Text] = []
+    for word, meaning in WORDS:
+        for number, part in enumerate(wrap(meaning, max(20, width - indent))):
+            lines.append(Text.assemble((f"{'' if number else word:<{indent}}", "bold"), part))
+    return lines
 
 
 def _table_head(name: int) -> Text:
@@ -169,10 +218,15 @@ def _engine(
     return line
 
 
-def _open(it: OpenRequest) -> Text:
+def _open(it: OpenRequest, name: int, several: bool) -> Text:
+    """Return the row of a prompt; the rollout is named where there are `several`."""
+    what = f"{it.prompt_id}#{it.index}"
+    what = f"{it.rollout_id} {what}" if several else what
+    counts = (f"{it.open}", f"{it.running}") if it.open else ("-", "-")  # a buffer before protocol 3.3
+    texts = (*counts, f"{it.generated:,}", f"{it.expected:,.0f}")
+    columns = "".join(f"{text:>{cells}}" for text, cells in zip(texts, _OPEN_WIDTHS, strict=True))
     where = f"{it.engine}, chunk {it.chunks}" if it.engine else f"waits, after {it.chunks} chunks"
-    about = f"{it.generated:,} of about {it.expected:,.0f} tokens"
-    return Text(_clean(f"  {it.rollout_id} {it.prompt_id}#{it.index}   {about}   {where}"))
+    return Text(f"{set_cell_size(_short(what, name), name)}{columns}  {_clean(where)}")
 
 
 # --- texts -----------------------------------------------------------------------------------
@@ -180,6 +234,16 @@ def _open(it: OpenRequest) -> Text:
 
 def _clean(text: str) -> str:
     return str(printable(text)).replace("\n", "\\n")
+
+
+def _short(text: str, cells: int) -> str:
+    """Return a text of peers within so many cells: its end, which tells names apart."""
+    text = _clean(text)
+    if cell_len(text) <= cells:
+        return text
+    while cell_len(text) > cells - 1:
+        text = text[1:]
+    return f"…{text}"
 
 
 def _cut(line: Text, width: int) -> Text:

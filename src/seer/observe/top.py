@@ -52,7 +52,7 @@ class Top:
         self._glance: Glance | None = None
         self._seen_at = 0.0
         self._rates: deque[float] = deque(maxlen=RATES)
-        self._scroll = 0
+        self._scroll, self._explained = 0, False
         self.ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -87,14 +87,17 @@ class Top:
         """Draw the screen anew."""
         if self._glance is not None and self._live.is_started:
             width, height = self._live.console.size
-            self._scroll = min(self._scroll, last_scroll(self._glance, width, height))
-            self._live.update(screen(self._glance, width, height, self._scroll), refresh=True)
+            self._scroll = min(self._scroll, last_scroll(self._glance, width, height, self._explained))
+            shown = screen(self._glance, width, height, self._scroll, self._explained)
+            self._live.update(shown, refresh=True)
 
     def pressed(self, keys: str) -> None:
         """React to keys."""
         if not keys or not QUIT.isdisjoint(keys.split("\x1b")[0]):  # empty: the terminal is gone
             self.ended.set()
             return
+        if keys.count("?") % 2:
+            self._scroll, self._explained = 0, not self._explained
         for name, lines in MOVES.items():
             self._scroll = max(0, self._scroll + lines * keys.count(name))
         self.draw()
