@@ -60,7 +60,7 @@ elif phase == "train":
 elif phase == "checkpoint":  # written, not yet in its place
     checkpoint.Path.replace = die
 elif phase == "metrics":  # the checkpoint is there, metrics.jsonl is not
-    train.Trainer._write_metrics = die
+    train.curves.write_metrics = die
 sys.exit(train.main())
 """
 

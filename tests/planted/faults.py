@@ -246,7 +246,6 @@ FAULTS: dict[str, Fault] = {
     "draft-history-lost": Fault("draft", "drafts-sampling", forgets_drafts=True),
     "draft-stops-late": Fault("draft", "drafts-sampling", stops_late=True),
     "routes-shifted": Fault("routes", "chunk-16", routes=lambda end: _shift(end)),
-    "grammar-last-token-lost": Fault("grammar", "structured", grammar=lambda tokens: tokens[:-1]),
     "grammar-begins-anew": Fault("grammar", "structured", grammar=lambda tokens: []),
     "image-of-the-first": Fault("image", "chunk-16", chunk=_images(lambda m: [m[0]] * len(m))),
     "image-exchanged": Fault("image", "chunk-16", chunk=_images(lambda images: images[::-1])),
