@@ -7,7 +7,8 @@
 Two systems with one engine each are up and take turns: the rollouts of one ask for which experts tokens went
 to (`engine.routed_experts`), for alternatives of tokens, or that every second prompt is streamed. Prints
 JSON: bytes of ids a token, medians of tokens/s and of the buffer's CPU us a chunk, and of the turns' ratios,
-with over without; for streams also the seconds until the prompts end that nobody streams. Tokens must be equal.
+with over without; for streams also the seconds until the prompts end that nobody streams. Tokens must be
+equal.
 """
 
 from __future__ import annotations
