@@ -36,7 +36,7 @@ from seer.common.errors import (
 )
 from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
-from seer.common.wire import Progress, Status, WeightsLive
+from seer.common.wire import Mismatch, Progress, Status, WeightsLive
 
 __all__ = [
     "Broadcast",
@@ -47,6 +47,7 @@ __all__ = [
     "Group",
     "InvalidField",
     "LoraAdapter",
+    "Mismatch",
     "MooncakeSource",
     "OpenRollout",
     "Placed",

@@ -19,11 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
 
+import numpy.typing as npt
+
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
 from seer.client.image_uploads import ImageUploads
+from seer.client.mismatch import mismatch_of
 from seer.client.noise import UsedNoise
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
+from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.sleep_call import SleepCall
 from seer.client.text import Tokenizer, load_tokenizer
@@ -48,8 +52,10 @@ from seer.common.wire import (
     Goodbye,
     GroupDone,
     ImageState,
+    Mismatch,
     Progress,
     Refused,
+    ReportMismatch,
     Sleep,
     Slept,
     SpoolState,
@@ -372,6 +378,19 @@ class RolloutClient:
             raise Unreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from error
         finally:
             self._status_waiters.remove(waiter)
+
+    async def report_mismatch(
+        self, responses: Sequence[Response], logprobs: Sequence[npt.ArrayLike]
+    ) -> Mismatch:
+        """Tell the system how far a trainer's logprobs are off the engines', for metrics; return the figures.
+
+        `logprobs` are the trainer's, by the weights that generated: for each response one value a token, NaN
+        for those that the trainer left out. Raises `InvalidField`.
+        """
+        self._check_open()
+        found = mismatch_of(responses, logprobs, self.weight_version)
+        await self._channel.send(ReportMismatch(mismatch=found))
+        return found
 
     # --- the two tasks -------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class SyncRolloutClient(WithBlock[RolloutClient]):
     sleep = in_loop(RolloutClient.sleep)
     wake = in_loop(RolloutClient.wake)
     status = in_loop(RolloutClient.status)
+    report_mismatch = in_loop(RolloutClient.report_mismatch)
 
     def run(self, work: Callable[[RolloutClient], Coroutine[object, object, T]]) -> T:
         """Run `work` with the asyncio client in its loop, and return its result."""

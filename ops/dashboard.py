@@ -138,6 +138,10 @@ ROWS = (
         Panel("Weight updates: median by phase", "s", (
             Line(quantile(0.5, "seer_weight_update_seconds", "phase"), "{{phase}}"),
         )),
+        Panel("Trainer's logprobs off the engines'", "short", (
+            Line(gauge("seer_mismatch_kl"), "KL"), Line(gauge("seer_mismatch_mean"), "mean"),
+            Line(gauge("seer_mismatch_max"), "largest"),
+        )),
         Panel("Length estimates: error and bias, in natural log", "short", (
             Line(gauge("seer_context_error_ratio"), "error"),
             Line(gauge("seer_context_bias_ratio"), "bias"),

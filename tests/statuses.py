@@ -1,7 +1,15 @@
 """A buffer's `Status`, made up: for screens, metrics, and figures about large systems."""
 
 from seer.common.types import Capacity, InstanceStats
-from seer.common.wire import Histogram, InstanceStatus, OpenRequest, RolloutEnd, RolloutStatus, Status
+from seer.common.wire import (
+    Histogram,
+    InstanceStatus,
+    Mismatch,
+    OpenRequest,
+    RolloutEnd,
+    RolloutStatus,
+    Status,
+)
 
 COUNTERS = "chunks", "migrations", "lost", "tokens", "refused", "expired", "later_turns", "segments"
 
@@ -50,5 +58,6 @@ def status(count=4, tokens=0, **fields):
         "last_rollout": RolloutEnd(
             seconds=300.0, tail_seconds=60.0, requests=192, tokens=90_000, longest=1800, efficiency=0.8
         ),
+        "mismatch": Mismatch(tokens=90_000, mean=0.002, largest=0.4, kl=2e-5, weight_version=12),
     }  # fmt: skip
     return Status(**known | fields)

@@ -67,7 +67,9 @@ from seer.common.wire.events import Sequenced as Sequenced
 from seer.common.wire.events import SnapshotAsked as SnapshotAsked
 from seer.common.wire.events import SnapshotRequest as SnapshotRequest
 from seer.common.wire.figures import Histogram as Histogram
+from seer.common.wire.figures import Mismatch as Mismatch
 from seer.common.wire.figures import OpenRequest as OpenRequest
+from seer.common.wire.figures import ReportMismatch as ReportMismatch
 from seer.common.wire.figures import RolloutEnd as RolloutEnd
 from seer.common.wire.figures import RolloutStatus as RolloutStatus
 from seer.common.wire.figures import ServiceStatus as ServiceStatus

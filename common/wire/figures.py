@@ -94,6 +94,26 @@ class Unwritten(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
 
 
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a trainer's logprobs of `tokens` that engines sampled are off the engines', as it told last.
+
+    `mean` and `largest` are sizes of trainer - engine; `kl`: nats a token, from engines to trainer, estimated
+    by these tokens. `weight_version`: the live one when the trainer told.
+    """
+
+    tokens: Count
+    mean: float
+    largest: float
+    kl: float
+    weight_version: int = 0
+
+
+class ReportMismatch(Message, tag=True):
+    """A trainer tells what it found, for `Status.mismatch`; there is no answer."""
+
+    mismatch: Mismatch
+
+
 class RolloutEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout was like whose responses have all finished: its tokens, and the longest response's.
 

@@ -35,7 +35,9 @@ from seer.common.wire.base import (
 )
 from seer.common.wire.figures import (
     Histogram,
+    Mismatch,
     OpenRequest,
+    ReportMismatch,
     RolloutEnd,
     RolloutStatus,
     StatusRequest,
@@ -238,7 +240,7 @@ class Status(Message, tag=True):
     event loop was at most within the last minute.
     `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
     `version`: that of the buffer's code. `unwritten`: which of `log` and `chunks` cannot be written now; they
-    begin again by themselves.
+    begin again by themselves. `mismatch`: what a trainer told last of its own logprobs.
     """
 
     name: ShortStr
@@ -271,6 +273,7 @@ class Status(Message, tag=True):
     loading: int = 0
     version: ShortStr = ""
     unwritten: dict[str, Unwritten] = {}
+    mismatch: Mismatch | None = None
 
 
 TrainerToBuffer = (
@@ -279,6 +282,7 @@ TrainerToBuffer = (
     | Cancel
     | Acknowledge
     | StatusRequest
+    | ReportMismatch
     | Goodbye
     | UpdateWeights
     | OpenSpool

@@ -266,6 +266,8 @@ class BufferServer:
         match message:
             case wire.StatusRequest():
                 self._desk.ask(address)
+            case wire.ReportMismatch():
+                self._desk.mismatch = message.mismatch
             case wire.Sleep(wish=0) if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)

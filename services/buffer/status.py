@@ -81,7 +81,7 @@ class Sources:
 
 
 class StatusDesk:
-    """`reply(address, status)` sends an answer."""
+    """`reply(address, status)` sends an answer; `mismatch` is what a trainer told last."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class StatusDesk:
         self._survey = Survey()
         self._seen_at, self._good_until = 0.0, float("-inf")
         self._lag = LoopLag()
+        self.mismatch: wire.Mismatch | None = None
 
     def ask(self, address: bytes) -> None:
         """Have a peer answered soon; beyond `MAX_PEERS` at a time, the message is dropped."""
@@ -183,6 +184,7 @@ class StatusDesk:
                 for name, each in of.outages().items()
                 if each is not None
             },
+            mismatch=self.mismatch,
         )
 
     def _instances(self) -> list[wire.InstanceStatus]:

@@ -63,6 +63,18 @@ async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
 
 
 @virtual
+async def test_what_a_trainer_says_of_its_logprobs_is_told():
+    async with running(1) as cluster, cluster.client() as client:
+        groups = await (await client.submit(PROMPTS, n=2)).result()
+        assert (await client.status()).mismatch is None
+        responses = [response for group in groups for response in group.responses]
+        found = await client.report_mismatch(responses, [each.logprobs + 0.5 for each in responses])
+        assert found.mean == pytest.approx(0.5, abs=1e-6)
+        assert found.tokens == sum(len(response.token_ids) for response in responses)
+        assert (await client.status()).mismatch == found
+
+
+@virtual
 async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier_incarnation(tmp_path):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     settings = BufferConfig(chunk_size=32, log=str(tmp_path), keep_chunks=True)

@@ -287,7 +287,8 @@ def _noise(lines: list[dict]) -> str:
     twice = [str(what) for what, count in complaints.items() if count > 1]
     errors = [str(line) for line in lines if line["level"] not in ("info", "warning")]
     unnamed = Counter(
-        (line["event"], line.get("engine", line.get("endpoint", "")))  # each socket tells once a minute
+        # Each socket tells once a minute, a buffer of failed prompts a line per rollout and reason.
+        (line["event"], line.get("engine", line.get("endpoint", line.get("rollout", ""))))
         for line in lines
         if line["level"] == "warning" and "peer" not in line
     )

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from seer.client.mismatch import divergence
 from seer.client.results import Group, Response
 from seer.common.config import Config
 from seer.common.errors import InvalidField, SeerError
@@ -44,8 +45,8 @@ Floats = npt.NDArray[np.float64]
 class Difference(msgspec.Struct, kw_only=True):
     """What one pass gave. The `largest` difference is that of `prompt_id#index` at `position`.
 
-    `kl`: nats a token, from the engines' distribution to the trainer's, estimated by the sampled tokens (the
-    mean of exp(d) - 1 - d).
+    `kl`: nats a token, from the engines' distribution to the trainer's, estimated by the sampled tokens
+    (`seer.client.mismatch`).
     """
 
     mean: float
@@ -219,7 +220,7 @@ def _difference(found: dict[tuple[str, int], Floats]) -> Difference:
     every = np.concatenate(list(found.values()))
     (prompt_id, index), worst = max(found.items(), key=lambda each: _largest(each[1]))
     return Difference(
-        mean=float(np.abs(every).mean()), largest=_largest(worst), kl=float(np.mean(np.expm1(every) - every)),
+        mean=float(np.abs(every).mean()), largest=_largest(worst), kl=divergence(every),
         prompt_id=prompt_id, index=index, position=int(np.argmax(np.abs(worst))),
     )  # fmt: skip
 
