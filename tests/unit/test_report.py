@@ -9,21 +9,26 @@ import numpy as np
 import orders
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from report_rows import CAPACITY, HEADER, told
 
 from seer.cli.main import main
 from seer.common.errors import InvalidField
 from seer.report import view as view_module
+from seer.report.hard_prompts import MOST, HardPrompt
 from seer.report.log_reader import LogReader, read_timeline
 from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Timeline
-from seer.report.svg import date, duration
-from seer.report.timeline_page import page
+from seer.report.svg import date, duration, ticks
+from seer.report.timeline_page import HARD_COLOURS, page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out, levels
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def submitted(
@@ -259,6 +264,55 @@ def test_of_very_many_engines_those_that_were_lost_are_drawn(
     assert len(layout.engines) == view_module.ENGINES
     assert "e199" in layout.engines
     assert "64 of 200 engines" in page(view)
+
+
+def test_hard_prompts_are_named_in_colours_of_their_own() -> None:
+    view = many(400)  # 50 prompts of 8 responses of 8 tokens
+    assert view.hard == [], "all are equally long"
+    for response in view.rollout.responses:
+        if response.prompt in (3, 7):
+            response.generated, response.finish = 100 * response.prompt, "length"
+        else:
+            response.generated = 100
+    view = RolloutView(view.timeline, view.rollout)
+    assert [each.prompt_id for each in view.hard] == ["p7", "p3"]
+    assert view.hard[0] == HardPrompt("p7", 7, 8, 700.0, 8)
+    text = page(view)
+    assert "p7: 700 tokens, 8 of 8 cut" in text
+    drawn = [
+        each for each in ET.fromstring(text).iter(f"{SVG}rect") if each.get("class", "").startswith("h0")
+    ]
+    assert len(drawn) == 8 + 1, "its chunks, and the legend"
+    for response in view.rollout.responses:
+        response.generated = 50 * (1 + response.prompt)
+    assert len(RolloutView(view.timeline, view.rollout).hard) == len(HARD_COLOURS) == MOST
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"),
+    [
+        (0.0, [0, 1]),
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (3617.2, [0, 1000, 2000, 3000, 4000]),
+        (512, [0, 200, 400, 600]),
+    ],
+)
+def test_axes_have_round_numbers(most: float, marks: list[float]) -> None:
+    assert ticks(most) == pytest.approx(marks)
+
+
+@given(st.floats(1e-6, 1e12))
+def test_an_axis_ends_above_its_curve(most: float) -> None:
+    marks = ticks(most)
+    assert 3 <= len(marks) <= 6
+    assert marks[-2] < most * (1 + 1e-6)
+    assert most <= marks[-1] * (1 + 1e-6)
+
+
+def test_each_curve_has_an_axis() -> None:
+    texts = [each.text for each in ET.fromstring(page(many(5000))).iter(f"{SVG}text")]
+    for title, label in (("Tokens/s", "300"), ("Open responses", "5,000")):
+        assert label in texts[texts.index(title) :]
 
 
 def test_names_are_escaped() -> None:

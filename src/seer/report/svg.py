@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -18,6 +19,15 @@ _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 60
 
 _LINES = 12
 """Lines of the grid at most."""
+
+
+def ticks(most: float) -> list[float]:
+    """Return round numbers for an axis from 0: the last one is at least `most`, and there are 3 to 6."""
+    if most <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(power * part for part in (0.2, 0.5, 1, 2, 5) if math.ceil(most / (power * part) - 1e-9) <= 5)
+    return [number * step for number in range(math.ceil(most / step - 1e-9) + 1)]
 
 
 def text_of(value: object) -> str:
@@ -87,6 +97,11 @@ class Drawing:
         """Draw a `polyline` or a `polygon`."""
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._parts.append(f'<{shape} points="{text}" class="{kind}"/>')
+
+    def level(self, y: float, label: str) -> None:
+        """Draw a horizontal line of the grid, and what it means beside it."""
+        self._parts.append(f'<line x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y:.1f}" y2="{y:.1f}" class="g"/>')
+        self.text(LEFT - 8, y + 3.5, label, "n", "end")
 
     def head(self, title: str, note: str) -> None:
         """Begin a section."""

@@ -5,15 +5,19 @@ Colour-blind people tell the colours apart (Okabe and Ito; Tol); lost chunks are
 
 from __future__ import annotations
 
+from seer.report.hard_prompts import HardPrompt
 from seer.report.records import Chunk, End, Response
-from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of
+from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of, ticks
 from seer.report.trajectories import away
-from seer.report.view import ENGINES, Bars, RolloutView, drawn_tail, lay_out, tail_chunks
+from seer.report.view import ENGINES, Bars, Floats, RolloutView, drawn_tail, lay_out, tail_chunks
 
 PROMPT_COLOURS = (
-    "#77aadd", "#eedd88", "#44bb99", "#ccccee", "#99ddff", "#aaaa00",
-    "#4477aa", "#ddaa33", "#228866", "#9988bb", "#33bbee", "#ccdd66",
+    "#77aadd", "#eedd88", "#44bb99", "#ccccee", "#99ddff", "#bbcc33",
+    "#aabbcc", "#e8c570", "#7fc8a9", "#b8a9d9", "#66ccee", "#ccdd66",
 )  # fmt: skip
+HARD_COLOURS = ("#332288", "#117733", "#882255", "#aa4499", "#775500", "#004488")
+"""Of the hard prompts: darker than the others."""
+
 ENGINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#8c6d46", "#999999")
 
 _STYLE = """
@@ -22,7 +26,7 @@ text{font:11px system-ui,sans-serif;fill:#1d2433}
 .v{font-size:17px;font-weight:600}.box{fill:#fff;stroke:#d5dae3}.red{fill:#b2182b;font-weight:600}
 .g{stroke:#e3e7ee}.tail{fill:#fff3d6}.lane{fill:none;stroke:#c5ccd8;stroke-width:.6}.kv{fill:#0072b2;fill-opacity:.65}
 .rate{fill:none;stroke:#0072b2;stroke-width:1.6}
-.open{fill:none;stroke:#a0527f;stroke-width:1.6;stroke-dasharray:5 3}
+.open{fill:none;stroke:#a0527f;stroke-width:1.6}
 .o{fill:#d3d7de}.late{stroke:#111;stroke-width:.9}.thin{stroke-width:.4}.lost{fill:url(#hatch)}.dead{stroke:#b2182b;stroke-width:2}
 .away{fill:#a0527f;fill-opacity:.45}
 .span{fill:#596273;fill-opacity:.16}.bad{fill:#b2182b;fill-opacity:.2}
@@ -42,6 +46,9 @@ LANES_HEIGHT = 640
 """Likewise for KV."""
 
 KV_BINS, RATE_BINS = 500, 120
+
+CURVE_HEIGHT = 80.0
+"""Pixels for tokens/s, and as many for open responses."""
 
 
 def page(view: RolloutView) -> str:
@@ -65,8 +72,9 @@ def page(view: RolloutView) -> str:
 
 def _style() -> str:
     prompts = "".join(f".p{number}{{fill:{colour}}}" for number, colour in enumerate(PROMPT_COLOURS))
+    hard = "".join(f".h{number}{{fill:{colour}}}" for number, colour in enumerate(HARD_COLOURS))
     engines = "".join(f".e{number}{{fill:{colour}}}" for number, colour in enumerate(ENGINE_COLOURS))
-    return prompts + engines + _STYLE  # the last rule wins: what was lost is red
+    return prompts + hard + engines + _STYLE  # the last rule wins: what was lost is red
 
 
 def _figures(drawing: Drawing, view: RolloutView) -> None:
@@ -113,6 +121,16 @@ def _chunks(drawing: Drawing, view: RolloutView, layout: Bars) -> None:
     items = [(f"p{number}", "") for number in range(5)]
     items += [("p5", "a prompt each"), ("p0 late", "of the tail"), ("lost", "lost, failed or dropped")]
     drawing.legend([*items, ("o", "other rollouts"), ("tail", "the tail")])
+    if view.hard:
+        drawing.y += 16
+        drawing.text(LEFT - 8, drawing.y, "hard prompts", "n", "end")
+        drawing.legend([(f"h{number}", _hard_text(each)) for number, each in enumerate(view.hard)])
+
+
+def _hard_text(prompt: HardPrompt) -> str:
+    """Say what makes a prompt hard."""
+    cut = f", {prompt.cut} of {prompt.responses} cut" if prompt.cut else ""
+    return f"{short(prompt.prompt_id)}: {prompt.tokens:,.0f} tokens{cut}"
 
 
 def _rows(drawing: Drawing, view: RolloutView, layout: Bars) -> None:
@@ -147,8 +165,15 @@ def _left_out(step: int, tail: int, drawn: int, whole: int) -> str:
 def _kind(chunk: Chunk, view: RolloutView) -> str:
     if chunk.how not in _KEPT:
         return "lost"
-    other = chunk.response.rollout is not view.rollout
-    return "o" if other else f"p{chunk.response.prompt % len(PROMPT_COLOURS)}"
+    if chunk.response.rollout is not view.rollout:
+        return "o"
+    return _hard_kind(chunk.response, view) or f"p{chunk.response.prompt % len(PROMPT_COLOURS)}"
+
+
+def _hard_kind(response: Response, view: RolloutView) -> str:
+    """Return the class of a hard prompt's colour; "": the prompt is not hard."""
+    kinds = (f"h{number}" for number, each in enumerate(view.hard) if each.number == response.prompt)
+    return next(kinds, "")
 
 
 def _title(chunk: Chunk, view: RolloutView) -> str:
@@ -207,21 +232,24 @@ def _kv(drawing: Drawing, view: RolloutView, engines: list[str]) -> None:
 
 
 def _speed(drawing: Drawing, view: RolloutView) -> None:
-    drawing.head("Tokens/s and open responses", "line: tokens/s, left; dashes: open responses, right")
     edges = view.edges(RATE_BINS)
-    rate, still_open = view.token_rate(edges), view.open_responses(edges)
-    height, top = 90.0, drawing.y
-    drawing.axis(top, top + height, view.tail_start)
-    most, all_of_them = max(float(rate.max()), 1e-9), max(len(view.rollout.responses), 1)
-    for kind, times, values in (
-        ("rate", (edges[:-1] + edges[1:]) / 2, rate / most),
-        ("open", edges, still_open / all_of_them),
-    ):
-        points = zip(times.tolist(), values.tolist(), strict=True)
-        drawing.curve("polyline", ((drawing.x(x), top + height * (1 - v)) for x, v in points), kind)
-    drawing.text(LEFT - 8, top + 10, f"{most:,.0f} tokens/s", "n", "end")
-    drawing.text(LEFT + PLOT + 6, top + 10, f"{all_of_them:,} open", "n")
-    drawing.y = top + height + 20
+    middles = (edges[:-1] + edges[1:]) / 2
+    drawing.head("Tokens/s", "those that were kept, a chunk's spread evenly over its time")
+    _curve(drawing, view, "rate", middles, view.token_rate(edges))
+    drawing.head("Open responses", "those that have not finished")
+    _curve(drawing, view, "open", edges, view.open_responses(edges))
+
+
+def _curve(drawing: Drawing, view: RolloutView, kind: str, times: Floats, values: Floats) -> None:
+    """Draw one curve over an axis of its own, from 0."""
+    top, marks = drawing.y + 4, ticks(float(values.max()))
+    drawing.axis(top, top + CURVE_HEIGHT, view.tail_start)
+    for mark in marks:
+        label = f"{mark:,.0f}" if mark >= 1000 else f"{mark:.4g}"
+        drawing.level(top + CURVE_HEIGHT * (1 - mark / marks[-1]), label)
+    points = zip(times.tolist(), (values / marks[-1]).tolist(), strict=True)
+    drawing.curve("polyline", ((drawing.x(x), top + CURVE_HEIGHT * (1 - v)) for x, v in points), kind)
+    drawing.y = top + CURVE_HEIGHT + 12
 
 
 # --- the tail ------------------------------------------------------------------------------
@@ -230,7 +258,7 @@ def _speed(drawing: Drawing, view: RolloutView) -> None:
 def _tail(drawing: Drawing, view: RolloutView) -> None:
     shown = drawn_tail(view)
     part = "" if len(shown) == len(view.tail) else f", of {len(view.tail):,}"
-    note = "a colour is an engine, a gap is waiting; right: tokens, and the time waited in all"
+    note = "a colour is an engine, a gap is waiting; left: hard prompts; right: tokens, and the time waited"
     drawing.head(f"The last {len(shown)} responses to finish{part}", note)
     pitch, top = 11.0, drawing.y
     drawing.axis(top, top + pitch * len(shown), view.tail_start)
@@ -239,6 +267,8 @@ def _tail(drawing: Drawing, view: RolloutView) -> None:
     for response in shown:
         y = drawing.y
         drawing.text(LEFT - 8, y + 9, short(response.name), "n", "end")
+        if hard := _hard_kind(response, view):
+            drawing.rect(LEFT - 6, y + 1.5, 5, pitch - 3.5, hard, "a hard prompt")
         for number, (left, back) in enumerate(away(response), 1):
             title = f"{response.name}: away for {back - left:.1f} s after turn {number}"
             drawing.bar(left, back, y + 4, pitch - 8.5, "away", title)

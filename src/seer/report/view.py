@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
 from seer.common.policy.tail import before_tail
+from seer.report.hard_prompts import hard_prompts
 from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 
@@ -61,6 +62,7 @@ class RolloutView:
         self.incarnations = [
             each for each in timeline.incarnations if self._overlaps(each.joined, each.left or timeline.end)
         ]
+        self.hard = hard_prompts(rollout)
         names = self._chunks.keys() | {each.name for each in self.incarnations}
         self.engines = sorted(names, key=_by_number)
 
