@@ -11,10 +11,11 @@ from cluster_harness import PROMPTS, folder, running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
-from seer.common.config import BufferConfig
+from seer.common.config import BufferConfig, EngineConfig
 from seer.common.policy.tail import tail_seconds
 from seer.report.command import write_reports
 from seer.report.log_reader import read_timeline
+from seer.report.lost_share import Part
 from seer.report.records import End
 from seer.report.view import RolloutView, choose_rollout, lay_out
 from seer.services.buffer.log import log_folder, writer
@@ -62,6 +63,34 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
     assert view.end - view.tail_start == pytest.approx(tail_seconds(rollout.finish_times), abs=0.01)
     check_page(tmp_path, view)
     check_trace(tmp_path, view)
+
+
+@virtual
+async def test_what_is_possible_is_what_the_buffer_tells_and_lost_chunks_are_part_of_the_rest(tmp_path):
+    engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
+    prompts = [[1, number] for number in range(1, 65)]
+    sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+
+    async def rolled(client, name):
+        await (await client.submit(prompts, n=2, sampling=sampling, rollout_id=name)).result()
+        return (await client.status()).last_rollout
+
+    log = BufferConfig(chunk_size=32, log=str(tmp_path / "log"))
+    async with running(2, engine=engines, buffer=log) as cluster, cluster.client() as client:
+        whole = await rolled(client, "whole")
+        killing = asyncio.create_task(rolled(client, "killed"))
+        await asyncio.sleep(0.8 * whole.seconds)
+        await cluster.kill("e1")
+        killed = await killing
+    timeline = read_timeline(tmp_path / "log")
+    for told in (whole, killed):
+        view = RolloutView(timeline, choose_rollout(timeline, told.rollout_id))
+        assert view.lost.possible == pytest.approx(told.efficiency, abs=0.02)
+        assert (view.lost.parts[Part.LOST] > 0) == (told is killed)
+        assert f"{Part.USEFUL.title} " in write_reports(
+            tmp_path / "log", html=tmp_path / "r.html", rollout_id=told.rollout_id
+        )
+        assert Part.OVERHEAD.meaning in (tmp_path / "r.html").read_text()
 
 
 @virtual

@@ -17,20 +17,23 @@ def write_reports(
     html: Path | None,
     trace_file: Path | None = None,
     rollout_id: str = "",
-    possible: float | None = None,
 ) -> str:
-    """Write the files that are given; return a line about the rollout in them.
+    """Write the files that are given; return a line about the rollout in them, and one on the engines' time.
 
-    `possible` is the share of the least time that these engines could take. Raises `InvalidField` for what
-    is no log, for a rollout that it lacks, and for a file that cannot be written.
+    Raises `InvalidField` for what is no log, for a rollout that it lacks, and for a file that cannot be
+    written.
     """
     check_writable("--out", html)
     check_writable("--trace", trace_file)
     timeline = read_timeline(log)
-    view = RolloutView(timeline, choose_rollout(timeline, rollout_id), possible)
+    view = RolloutView(timeline, choose_rollout(timeline, rollout_id))
     if html is not None:
         write_whole("--out", html, page(view).encode())
     if trace_file is not None:
         write_whole("--trace", trace_file, trace(view))
     figures = ", ".join(f"{value} {name}" for value, name in view.figures())
-    return f"rollout {view.rollout.rollout_id}: {figures}"
+    line = f"rollout {view.rollout.rollout_id}: {figures}"
+    if view.lost is None:
+        return line
+    parts = (f"{part.title} {share / 10:.1f} %" for part, share in view.lost.per_mille().items())
+    return f"{line}\nthe engines' time: {', '.join(parts)}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import TurnSpec
-from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
+from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Speed, Timeline
 from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep_machine
 from seer.services.buffer.buffer_machine import BufferMachine, Event, Instruction
@@ -156,6 +156,8 @@ class LogReader:
                     self._close(request_id, End.FAILED)
             case events.GroupsSubmitted():
                 self._submitted(event)
+            case events.EngineReported():
+                self._reported(event)
             case Joined():
                 self._joined(event)
             case Left(instances, died):
@@ -385,6 +387,12 @@ class LogReader:
         if incarnation is not None:
             incarnation.left, incarnation.died, incarnation.chunks_lost = self.timeline.end, died, len(lost)
             engine.incarnation = None
+
+    def _reported(self, event: events.EngineReported) -> None:
+        speed = self.timeline.speeds.setdefault(event.instance, Speed())
+        speed.best_rate = max(speed.best_rate, event.best_rate)
+        alone = [each for each in (speed.seconds_alone, event.token_seconds_alone) if each]
+        speed.seconds_alone = min(alone, default=0.0)
 
     def _updated(self, trainer: str, ask: int, problem: str) -> None:
         span = self._updates.pop((trainer, ask), None)

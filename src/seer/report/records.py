@@ -117,6 +117,17 @@ class EngineIncarnation:
         return self.left is not None and (self.died or bool(self.chunks_lost))
 
 
+@dataclass(slots=True)
+class Speed:
+    """The best that an engine has shown in the log: tokens/s, and seconds per token of a lone request.
+
+    0: not measured, or not told by an old log.
+    """
+
+    best_rate: float = 0.0
+    seconds_alone: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """A weight update, engines asleep, or no buffer, which counts as `failed`: those are drawn red."""
@@ -129,7 +140,10 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """All that happened. `chunks` are in the order of their dispatch, `end` is the time of the last row."""
+    """All that happened. `chunks` are in the order of their dispatch, `end` is the time of the last row.
+
+    `speeds` are by engine.
+    """
 
     version: str = ""
     policy: str = ""
@@ -138,3 +152,4 @@ class Timeline:
     rollouts: list[Rollout] = field(default_factory=list)
     incarnations: list[EngineIncarnation] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    speeds: dict[str, Speed] = field(default_factory=dict)

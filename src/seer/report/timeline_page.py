@@ -6,6 +6,7 @@ Colour-blind people tell the colours apart (Okabe and Ito; Tol); lost chunks are
 from __future__ import annotations
 
 from seer.report.hard_prompts import HardPrompt
+from seer.report.lost_share import Part
 from seer.report.records import Chunk, End, Response
 from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of, ticks
 from seer.report.trajectories import away
@@ -19,6 +20,13 @@ HARD_COLOURS = ("#332288", "#117733", "#882255", "#aa4499", "#775500", "#004488"
 """Of the hard prompts: darker than the others."""
 
 ENGINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#8c6d46", "#999999")
+
+PART_COLOURS = {
+    Part.USEFUL: "#228866", Part.LONGEST: "#99ccaa", Part.KV_FULL: "#0072b2", Part.TAIL: "#e6b800",
+    Part.FEW: "#fff3a6", Part.AWAY: "#a0527f", Part.WAITS: "#e07b39", Part.LOST: "#b2182b",
+    Part.OTHERS: "#d3d7de", Part.OVERHEAD: "#596273",
+}  # fmt: skip
+PART_KINDS = {part: f"s{number}" for number, part in enumerate(PART_COLOURS)}
 
 _STYLE = """
 text{font:11px system-ui,sans-serif;fill:#1d2433}
@@ -55,6 +63,7 @@ def page(view: RolloutView) -> str:
     """Return the file's text."""
     drawing = Drawing(view.start, view.end)
     _figures(drawing, view)
+    _lost(drawing, view)
     layout = lay_out(view)
     _chunks(drawing, view, layout)
     _kv(drawing, view, layout.engines)
@@ -74,7 +83,8 @@ def _style() -> str:
     prompts = "".join(f".p{number}{{fill:{colour}}}" for number, colour in enumerate(PROMPT_COLOURS))
     hard = "".join(f".h{number}{{fill:{colour}}}" for number, colour in enumerate(HARD_COLOURS))
     engines = "".join(f".e{number}{{fill:{colour}}}" for number, colour in enumerate(ENGINE_COLOURS))
-    return prompts + hard + engines + _STYLE  # the last rule wins: what was lost is red
+    parts = "".join(f".{PART_KINDS[part]}{{fill:{colour}}}" for part, colour in PART_COLOURS.items())
+    return prompts + hard + engines + parts + _STYLE  # the last rule wins: what was lost is red
 
 
 def _figures(drawing: Drawing, view: RolloutView) -> None:
@@ -100,6 +110,30 @@ def _figures(drawing: Drawing, view: RolloutView) -> None:
         drawing.text(x + 10, drawing.y + 37, name, "n")
         x += width + 8
     drawing.y += 46
+
+
+def _lost(drawing: Drawing, view: RolloutView) -> None:
+    """Draw what the engines' time went into: a bar of all of it, and what each part of it is."""
+    if view.lost is None:
+        return
+    drawing.head("Where the engines' time went", "all of it is what they could make at their best speeds")
+    drawing.y += 4
+    shares = view.lost.per_mille()
+    x = 0.0
+    for part, share in shares.items():
+        width = WIDTH * share / 1000
+        title = f"{part.title}: {share / 10:.1f} %"
+        drawing.rect(x, drawing.y, width, 16, PART_KINDS[part], title)
+        x += width
+    drawing.y += 30
+    for part, share in shares.items():
+        drawing.rect(0, drawing.y - 9, 12, 10, PART_KINDS[part])
+        drawing.text(18, drawing.y, part.title)
+        drawing.text(170, drawing.y, f"{share / 10:.1f} %", "t", "end")
+        drawing.text(240, drawing.y, f"{view.seconds * share / 1000:,.1f} s", "t", "end")
+        drawing.text(256, drawing.y, part.meaning, "n")
+        drawing.y += 15
+    drawing.y -= 15
 
 
 # --- chunks by engine ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from seer.common.errors import InvalidField
 from seer.common.policy.tail import before_tail
 from seer.report.hard_prompts import hard_prompts
+from seer.report.lost_share import lost_share
 from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 
@@ -38,12 +39,11 @@ class RolloutView:
     """One rollout, and what else ran from its submission, `start`, to its `end`.
 
     `tail` are the last tenth of its responses to finish, one at least, in this order, unfinished ones last;
-    `tail_start` is when all others had finished, or `end`. `possible`: the share of the least time that
-    these engines could take, if it is known.
+    `tail_start` is when all others had finished, or `end`. `lost`: where its time went, if the log has that.
     """
 
-    def __init__(self, timeline: Timeline, rollout: Rollout, possible: float | None = None) -> None:
-        self.timeline, self.rollout, self.possible = timeline, rollout, possible
+    def __init__(self, timeline: Timeline, rollout: Rollout) -> None:
+        self.timeline, self.rollout = timeline, rollout
         self.start, self.end = rollout.submitted, rollout.end
         self.seconds = self.end - self.start
         responses = sorted(rollout.responses, key=_finish_order)
@@ -65,6 +65,7 @@ class RolloutView:
         self.hard = hard_prompts(rollout)
         names = self._chunks.keys() | {each.name for each in self.incarnations}
         self.engines = sorted(names, key=_by_number)
+        self.lost = lost_share(timeline, rollout, self._chunks, self.tail_start)
 
     def _overlaps(self, start: float, end: float) -> bool:
         return start < self.end and end > self.start
@@ -93,7 +94,7 @@ class RolloutView:
             (f"{tokens:,}", "tokens"),
             (f"{self.seconds:,.1f} s", "from submission to end"),
             (f"{tokens / self.seconds:,.0f}" if self.seconds else "-", "tokens/s"),
-            (f"{self.possible:.0%}" if self.possible is not None else "", "of what is possible"),
+            (f"{self.lost.possible:.0%}" if self.lost else "", "of what is possible"),
             (f"{self.end - self.tail_start:,.1f} s", "tail"),
             (f"{len(chunks):,}", "chunks"),
             (f"{sum(chunk.moved for chunk in chunks):,}", "migrations"),

@@ -200,9 +200,8 @@ def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
             if outcome.rollout is not None:
                 from seer.report.command import write_reports  # the buffer's, which a rollout does not need
 
-                share = outcome.efficiency
                 try:
-                    write_reports(Path(log), html=job.report_html, rollout_id=outcome.name, possible=share)
+                    write_reports(Path(log), html=job.report_html, rollout_id=outcome.name)
                 except SeerError as error:  # no trouble with it may cost the responses
                     _say(f"no report: {error}")
 
