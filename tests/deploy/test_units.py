@@ -118,27 +118,27 @@ def test_every_container_has_a_limit_of_memory_that_can_be_set():
         assert re.fullmatch(wanted, service["mem_limit"]), name
 
 
-@pytest.mark.parametrize("name", ["gateway", "pool-owner"])
+SERVICES = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_a_container_is_healthy_once_its_own_service_is_ready(name, tmp_path):
     """Whatever the master of a pool, or the buffer, does."""
-    service = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"][name]
-    kind, command = service["healthcheck"]["test"]
-    file = tmp_path / "alive"
-    assert (kind, command.count(service["environment"]["SEER_ALIVE_FILE"])) == ("CMD-SHELL", 2)
-    command = command.replace(service["environment"]["SEER_ALIVE_FILE"], str(file))
+    kind, command = SERVICES[name]["healthcheck"]["test"]
+    file = SERVICES[name]["environment"]["SEER_ALIVE_FILE"]
+    assert (kind, command.count(file)) == ("CMD-SHELL", 2)
+    command = command.replace(file, str(tmp_path / "alive"))
 
     def healthy():
-        return (
-            subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False).returncode
-            == 0
-        )
+        done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+        return done.returncode == 0
 
     assert not healthy()
-    notifier = Notifier({"SEER_ALIVE_FILE": str(file)})
+    notifier = Notifier({"SEER_ALIVE_FILE": str(tmp_path / "alive")})
     assert not healthy()
     notifier.ready()
     assert healthy()
-    os.utime(file, (time.time() - 70,) * 2)
+    os.utime(tmp_path / "alive", (time.time() - 70,) * 2)
     assert not healthy()
 
 
