@@ -380,6 +380,10 @@ async def test_alternatives_and_echoed_prompts_are_in_vllms_schemas(http: httpx.
         assert choice["text"].startswith(
             (await ok(http.post("/detokenize", json={"tokens": [4, 5, 6]})))["prompt"]
         )
+    several = {"prompt": ["1  2", "3"], "echo": True, "n": 2, **fields}
+    texts = [choice["text"] for choice in (await ok(http.post("/v1/completions", json=several)))["choices"]]
+    given = [*["1  2"] * 2, *["3"] * 2]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, given, strict=True)), "as it was given"
     plain = await ok(
         http.post("/v1/completions", json={"prompt": [4, 5, 6], "return_token_ids": True, **fields})
     )

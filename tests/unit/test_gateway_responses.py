@@ -60,7 +60,20 @@ def test_a_conversation_is_the_chat_that_a_chat_client_would_send() -> None:
     assert chat.tools == [{"type": "function", "function": function}]
     assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
     assert (chat.max_tokens, chat.temperature) == (7, 0.5)
-    assert chat.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert chat.template_arguments() == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+def test_efforts_and_arguments_reach_the_template() -> None:
+    own = {"a": 1, "enable_thinking": True}
+    chat = body(input="a", reasoning={"effort": "none"}, chat_template_kwargs=own).chat()
+    assert chat.template_arguments() == own | {"reasoning_effort": "none"}
+    assert body(input="a", reasoning={"effort": "none"}).chat().template_arguments() == {
+        "enable_thinking": False, "reasoning_effort": "none"
+    }  # fmt: skip
+    assert body(input="a", chat_template_kwargs=own).chat().template_arguments() == own
+    assert body(input="a").chat().template_arguments() is None
+    with pytest.raises(HttpError, match=r"reasoning\.effort = 'x': give one of none, minimal"):
+        body(input="a", reasoning={"effort": "x"}).chat()
 
 
 @pytest.mark.parametrize(

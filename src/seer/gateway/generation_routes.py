@@ -179,14 +179,22 @@ class GenerationRoutes:
 
         def completed(choices: list[Choice]) -> Json:
             if body.echo:
-                choices = [self._echoed(choice, body, nothing=nothing) for choice in choices]
+                given = body.prompts()
+                choices = [
+                    self._echoed(choice, given[index // n], body, nothing=nothing)
+                    for index, choice in enumerate(choices)
+                ]
             return answers.completion_answer(head, choices, n, style)
 
         return await self._generation.whole(request, asked, completed)
 
-    def _echoed(self, choice: Choice, body: CompletionBody, *, nothing: bool) -> Choice:
-        """Return a choice with its prompt's text, and with `nothing` else."""
-        text = "" if body.return_token_ids else self._text.decode(choice.prompt_token_ids)
+    def _echoed(
+        self, choice: Choice, given: str | list[int], body: CompletionBody, *, nothing: bool
+    ) -> Choice:
+        """Return a choice with its prompt's text, as it was `given` if so, and with `nothing` else."""
+        text = given if isinstance(given, str) else self._text.decode(given)
+        if body.return_token_ids:
+            text = ""
         choice = replace(choice, prompt_text=text)
         if nothing:
             tops = None if choice.tops is None else choice.tops[:0]
@@ -297,11 +305,12 @@ class GenerationRoutes:
     ) -> tuple[list[int], list[Placed]]:
         """Return a chat's token ids and images. Raises `HttpError`, `ClientDisconnect`."""
         messages, files = await self._on_thread("messages", plain_messages, body.messages or [])
+        chat = body if isinstance(body, ChatBody) else None
         options: dict[str, Any] = {
             "tools": body.tools,
             "template": body.chat_template,
-            "arguments": body.chat_template_kwargs,
-            "documents": body.documents if isinstance(body, ChatBody) else None,
+            "arguments": chat.template_arguments() if chat else body.chat_template_kwargs,
+            "documents": chat.documents if chat else None,
             "generation_prompt": body.add_generation_prompt is not False,
         }
         special = bool(body.add_special_tokens)

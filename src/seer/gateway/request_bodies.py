@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -47,6 +47,9 @@ _ONE: tuple[object, ...] = (None, 0, 1)
 
 _EXPERTS = "set gateway.routed_experts=true, and ask /inference/v1/generate"
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""Of reasoning; what it does is the template's."""
+
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_routed_experts": (_OFF, _EXPERTS),
     "routed_experts": (_OFF, _EXPERTS),
@@ -61,6 +64,11 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": (_EMPTY, "the sampler has no such mask"),
     "logits_processors": (_EMPTY, "the sampler has none"),
     "logprob_token_ids": (_EMPTY, "only the sampled token has a logprob"),
+    "prompt_logprob_token_ids": (_EMPTY, "give prompt_logprobs"),
+    "prompt_logprob_start": (_NONE, "give prompt_logprobs, and leave out the first"),
+    "trace_decode_token_ids": (_EMPTY, "tokens are sampled: give a prompt of them, with prompt_logprobs"),
+    "spaces_between_special_tokens": ((None, True), "special tokens are written with spaces between them"),
+    "return_prompt_text": (_OFF, "give return_token_ids, and ask /detokenize"),
     "structured_outputs": (_NONE, "this route does not constrain text"),
     "guided_json": (_EMPTY, "give structured_outputs"),
     "guided_regex": (_EMPTY, "give structured_outputs"),
@@ -246,6 +254,7 @@ class ChatBody(TextFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -256,6 +265,13 @@ class ChatBody(TextFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def template_arguments(self) -> dict[str, Any] | None:
+        """Return what the template gets: as in vLLM an effort also says whether to think."""
+        effort, given = self.reasoning_effort, self.chat_template_kwargs
+        if effort is None:
+            return given
+        return {"enable_thinking": effort != "none", **(given or {}), "reasoning_effort": effort}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

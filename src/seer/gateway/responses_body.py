@@ -8,12 +8,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from seer.common.structured_outputs import StructuredOutputs
 from seer.gateway.errors import bad
 from seer.gateway.output_constraint import format_constraint, json_constraint
-from seer.gateway.request_bodies import ChatBody, SamplingFields
+from seer.gateway.request_bodies import ChatBody, Effort, SamplingFields
 
 _KEPT = "responses are not kept: give the whole conversation as input"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -44,6 +44,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -71,11 +72,14 @@ class ResponsesBody(SamplingFields, kw_only=True):
                 raise bad("text.format", self.text, "give it or structured_outputs, not both")
             fields["structured_outputs"] = shape.given
         effort = (self.reasoning or {}).get("effort")
+        if effort not in (None, *get_args(Effort)):
+            raise bad("reasoning.effort", effort, f"give one of {', '.join(get_args(Effort))}")
         return ChatBody(
             messages=_messages(self.instructions, self.input),
             tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])] or None,
             tool_choice=_choice(self.tool_choice),
-            chat_template_kwargs=None if effort is None else {"reasoning_effort": effort},
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=effort,
             parallel_tool_calls=self.parallel_tool_calls,
             stream=self.stream,
             **fields,
