@@ -4,7 +4,8 @@ Invariants:
 - every group that arrives is acknowledged, needed or not; it is delivered once, and only to the submission
   that it answers;
 - work that this client gave up is cancelled, again if the buffer still runs it; never the work of another
-  submission or process.
+  submission or process;
+- a rollout with a deadline waits for the successor of a buffer that drained until that deadline.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ AnyRollout = Rollout | OpenRollout
 
 
 class ActiveRollouts:
-    """`tokenizer` decodes the text of responses; None: they have no text."""
+    """`tokenizer` decodes the text of responses; None: they have no text. `draining`: the buffer last was."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -48,6 +49,7 @@ class ActiveRollouts:
         self._acknowledge: dict[tuple[str, int], list[str]] = {}
         self._given_up: OrderedDict[int, str] = OrderedDict()
         self._cancel_again: set[int] = set()
+        self.draining = False
 
     def __bool__(self) -> bool:
         return any(rollout.waiting for rollout in self._active.values())
@@ -140,6 +142,14 @@ class ActiveRollouts:
                 self.settle(rollout)
                 yield Cancel(rollout_id=rollout.id, prompt_ids=prompt_ids, submission=rollout.submission)
 
+    def lose(self, cls: type[RequestRefused], reason: str) -> None:
+        """End all rollouts in an error, as their buffer is silent: it drained, or is lost."""
+        why = f"{reason}; it was draining, and no successor answered" if self.draining else reason
+        for rollout in self:
+            if not (self.draining and rollout.id in self._deadlines):
+                rollout.fail(rollout.unfinished, cls, why)
+                self.settle(rollout)
+
     def fail(self, cls: type[RequestRefused], reason: str) -> None:
         """End all rollouts in an error."""
         for rollout in self:
@@ -164,6 +174,7 @@ class ActiveRollouts:
             self.settle(rollout)
 
     def _progressed(self, progress: Progress) -> None:
+        self.draining = progress.draining
         rollout = self._latest.get(progress.rollout_id)
         if rollout is not None and rollout.matches(progress.submission):
             rollout.report(progress)

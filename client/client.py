@@ -82,7 +82,8 @@ class RolloutClient:
     """Use as `async with RolloutClient(endpoint) as client`; one event loop, any task.
 
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
-    only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`. Entering raises
+    only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`; if it drained,
+    those with a deadline wait until then for its successor. Entering raises
     `Unreachable` when the buffer does not answer in `connect_seconds`. `security`: default, SEER_SECURITY__*.
     """
 
@@ -466,7 +467,7 @@ class RolloutClient:
             quiet = loop.time() - self._last_heard
             waiting = self._active or self._update or self._sleep_call
             if self._active and quiet > self._silence_seconds:
-                self._active.fail(BufferLost, f"{self.endpoint}: the buffer sent nothing for {quiet:.0f} s")
+                self._active.lose(BufferLost, f"{self.endpoint}: the buffer sent nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
                 pinged = loop.time()
                 await self._channel.send(StatusRequest())

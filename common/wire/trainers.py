@@ -195,7 +195,7 @@ class Progress(Message, tag=True):
     """A rollout's counters, sent to its trainer from time to time.
 
     `finish_times` are seconds since submission at which requests finished since the last
-    `Progress`, for tail statistics.
+    `Progress`, for tail statistics. `draining`: what this buffer has not begun waits for its successor.
     """
 
     rollout_id: ShortStr
@@ -210,6 +210,7 @@ class Progress(Message, tag=True):
     running: int
     finish_times: list[float] = []
     submission: SubmissionNumber = 0
+    draining: bool = False
 
 
 class InstanceStatus(Message, tag=True):
@@ -240,7 +241,9 @@ class Status(Message, tag=True):
     event loop was at most within the last minute.
     `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
     `version`: that of the buffer's code. `unwritten`: which of `log` and `chunks` cannot be written now; they
-    begin again by themselves. `mismatch`: what a trainer told last of its own logprobs.
+    begin again by themselves. `mismatch`: what a trainer told last of its own logprobs. `draining`: it ends
+    once what it has begun is finished; new submissions and updates wait for its successor, to which clients
+    send them again.
     """
 
     name: ShortStr
@@ -274,6 +277,7 @@ class Status(Message, tag=True):
     version: ShortStr = ""
     unwritten: dict[str, Unwritten] = {}
     mismatch: Mismatch | None = None
+    draining: bool = False
 
 
 TrainerToBuffer = (

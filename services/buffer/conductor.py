@@ -95,7 +95,7 @@ class Observer(Protocol):
 class Conductor:
     """Messages go to `out`; `observers` are told of all that happens.
 
-    `drained` is set once `drain` was called and all accepted groups are finished and acknowledged.
+    `drained` is set once `drain` was called and all groups that were begun are finished and acknowledged.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Conductor:
             return
         if self._collect_until is None:
             self._collect_until = self._clock.now() + COLLECT_SECONDS
-        if not self._requests.groups or self._collect_until < self._clock.now():
+        if not self._requests.registry.finished or self._collect_until < self._clock.now():
             self.drained.set()
 
     # --- engines and trainers --------------------------------------------------------------

@@ -78,7 +78,7 @@ class Left(Row, frozen=True):
 
 
 class Drained(Row, frozen=True):
-    """From now on new submissions are refused; accepted ones are finished."""
+    """From now on nothing new is begun, but held for the buffer's successor; what was begun is finished."""
 
 
 class Tick(Row, frozen=True):

@@ -222,7 +222,7 @@ class BufferServer:
         self._log.info("served", **self._sockets())
 
     def drain(self) -> None:
-        """Refuse new submissions; `run` returns once all accepted groups are finished and acknowledged."""
+        """Begin nothing new; `run` returns once all groups that were begun are finished and acknowledged."""
         self.conductor.drain()
 
     # --- sockets to events ---------------------------------------------------------------
@@ -272,8 +272,11 @@ class BufferServer:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
             case wire.UpdateWeights():
-                self._spool.name(message.source)
+                if not self.conductor.draining:
+                    self._spool.name(message.source)
                 self.conductor.apply(FromTrainer(name, message))
+            case wire.OpenSpool() | wire.SpoolData() if self.conductor.draining:
+                pass  # the successor takes it: its trainer sends again what is not confirmed
             case wire.Sleep() | wire.Cancel() | wire.Acknowledge():
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData():

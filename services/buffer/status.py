@@ -185,6 +185,7 @@ class StatusDesk:
                 if each is not None
             },
             mismatch=self.mismatch,
+            draining=machine.registry.draining,
         )
 
     def _instances(self) -> list[wire.InstanceStatus]:

@@ -27,6 +27,7 @@ def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progr
         running=machine.instances.chunks,
         finish_times=finish_times,
         submission=rollout.submission,
+        draining=machine.registry.draining,
     )
 
 

@@ -16,6 +16,7 @@ KEPT = (
     r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"\.conversations\._table$",  # columns of a fixed length
     r"^ContextServer\.machine\.estimator",  # what lengths were like
+    r"^BufferServer\.conductor\.refusals\.",  # bounded: some ids of some reasons, until they are logged
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^BufferServer\._statistics\.(\w+_seconds|response_tokens|pace|lost|finished)",  # buckets, the last chunks
     r"^BufferServer\._statistics\.running\._engines\[\]\.reports",  # the last six of each engine

@@ -53,7 +53,6 @@ REFUSALS = (
     r"is no longer needed",
     r"did not answer in",
     r"requests of the old version went on for",
-    r"this buffer is shutting down",
 )
 """Why an update may be refused while its trainer, buffer or engines come and go; it is asked for again."""
 
@@ -93,10 +92,6 @@ class Trainer:
     cut_short: set[int] = field(default_factory=set)
     """Steps whose rollout was cancelled by this trainer, or met its deadline."""
     done: set[int] = field(default_factory=set)
-    waiting: dict[str, Rollout] = field(default_factory=dict)
-    """By id: the last use of a rollout that this trainer began."""
-    submitted: dict[str, float] = field(default_factory=dict)
-    """By id: when the last prompts of a rollout were submitted, all at once."""
     parts: dict[tuple[int, Part], tuple[Group | None, str]] = field(default_factory=dict)
     """By step: how the parts of rollouts over open ones ended, as groups do."""
     feints: set[tuple[int, Part]] = field(default_factory=set)
@@ -302,7 +297,6 @@ class Trainer:
         if not _PINS:
             client.weight_version = self.asked[place]
         prompts = [self.world.prompt(step, prompt_id) for prompt_id in left]
-        self.submitted[step.rollout_id] = self.world.loop.time()
         before = self.world.script(self.name)[:place]
         repeat = any(isinstance(each, Roll) and each.number == step.number for each in before)
         rollout = await client.submit(
@@ -310,7 +304,6 @@ class Trainer:
             rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, repeat=repeat, **options,
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
-        self.waiting[step.rollout_id] = rollout
         return rollout
 
     async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:
@@ -411,8 +404,6 @@ class Trainer:
 
     def _of_plan(self, place: int, step: Roll, prompt_id: str, why: str, beats: int) -> str:
         plan = self.world.plan
-        if "shutting down" in why:
-            return "again" if self.world.may_refuse(self.name, step, prompt_id) else "problem"
         if "takes at most" in why and plan.requests > plan.max_requests:
             return "final" if step.n > plan.max_requests or beats >= PATIENCE else "again"
         # What a rollout asked for, or began with, before somebody updated.

@@ -294,7 +294,7 @@ class Turns:
         if not calm or max(self.how.waits, default=0.0) + slack > self.how.idle_seconds:
             return False
         aborts = any(getattr(step, "in_flight", "finish") != "finish" for step in world.plan.scripts[0])
-        return "shutting down" in why or ("is past" in why and not aborts)
+        return "is past" in why and not aborts
 
     # --- loops that send whole contexts -----------------------------------------------------
 

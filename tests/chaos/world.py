@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import functools
 import json
-import math
 import os
 import random
 import re
@@ -30,13 +29,13 @@ from chaos import engines
 from chaos.expected import Expected, weights_digest
 from chaos.images import PLACEHOLDER, image
 from chaos.in_place import planned
-from chaos.plan import ODD, POISON, UNSAMPLEABLE, Catch, Fault, Plan, Roll, Step
+from chaos.plan import POISON, UNSAMPLEABLE, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
-from chaos.values import BEYOND, ODD_WEIGHTS
+from chaos.values import ODD_WEIGHTS
 from seer.client import SamplingParams
 from seer.client.prompts import Prompt
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import (
     BufferConfig,
@@ -55,7 +54,6 @@ from seer.common.weights.in_place import is_in_place
 from seer.common.wire import IMAGE_STALL_SECONDS
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
-from seer.services.buffer.requests.state import GroupState
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 
@@ -113,8 +111,6 @@ class World:
         self.asked_version = 0
         self.in_step_at = 0.0
         self.disk_full = self.disk_was_full = False
-        self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
-        self.drained_at = 0.0
         self.in_place: set[int] = set()
         """Versions that were sent in place: all tries of one are."""
         self.lost: set[str] = set()
@@ -368,23 +364,6 @@ class World:
         """Say whether a trainer may have been away for longer than its lease."""
         return self.away(trainer) + BACKOFF_SECONDS > self.plan.lease_seconds - SIGN_SECONDS
 
-    def may_refuse(self, trainer: str, step: Roll, prompt_id: str) -> bool:
-        """Say whether a buffer that shuts down may turn this prompt away: it is new, or was ended meanwhile."""
-        group = ids.group_id(step.rollout_id, prompt_id)
-        if self.draining is None:  # what it said earlier is judged with the last answer to its submission
-            return self.trainers[trainer].submitted.get(step.rollout_id, math.inf) < self.drained_at
-        if self.draining.get(group) != step.seed:
-            return True
-        if self.may_lapse(trainer) or self.is_shared(step.rollout_id):  # acknowledged, as the other trainer's
-            return True
-        failed = prompt_id in {*ODD, BEYOND} or (step.images and self.spoilt)
-        if failed:  # and submitted once more
-            return True
-        process = self.processes.get("buffer")
-        if process is not None and process.service is not None and group in process.service.machine.groups:
-            return False
-        return self.plan.ttl_seconds < HOUR or self.plan.result_bytes < 2**20  # it may have been forgotten
-
     # --- processes -----------------------------------------------------------------------
 
     def start(self, name: str) -> None:
@@ -496,12 +475,6 @@ class World:
         process = self.processes.get(name)
         if process is None or process.service is None:
             return
-        if name == "buffer":
-            machine = process.service.machine
-            groups = process.service.store._groups
-            accepted = [name for name, group in machine.groups.items() if group.held_since is None]
-            self.draining = {name: groups[name].prompt.seed for name in accepted}
-            self._expect_refusals(list(machine.registry.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
         # What was begun under weights that are gone waits for an engine that has them.
         seconds = 400 + BufferConfig().engine_wait_seconds * self.may_lack_weights
@@ -510,40 +483,6 @@ class World:
         except TimeoutError:
             self.problem(f"{name} did not drain in {seconds:.0f} s")
             await self.kill(name)
-        if name == "buffer":
-            seconds = 2 + 4 * self.plan.latency + 2 * self.plan.jitter
-            self.loop.call_later(seconds, self._drained, self.draining)
-
-    def _drained(self, draining: dict[str, int], *, calm: bool = True) -> None:
-        """What the buffer said may still be under way, or wait for a trainer that stands still."""
-        if self.draining is not draining:  # another drain began
-            return
-        now = not self.roads.cut_off and not any(process.stops for process in self.processes.values())
-        if calm and now:
-            self.draining, self.drained_at = None, self.loop.time()
-        else:
-            self.loop.call_later(5.0, functools.partial(self._drained, draining, calm=now))
-
-    def _expect_refusals(self, held: list[GroupState]) -> None:
-        """Note whose trainers hear nothing of what a draining buffer gives back, though nothing disturbs them."""
-        plan, began = self.plan, self.loop.time()
-        seconds = 2 + 4 * (plan.latency + plan.jitter)
-        waiting = [
-            (group, self.trainers[group.rollout.trainer], rollout)
-            for group in held
-            if (rollout := self.trainers[group.rollout.trainer].waiting.get(group.rollout.rollout_id))
-            and rollout.submission == group.submission
-        ]
-
-        def check() -> None:
-            for group, trainer, rollout in waiting:
-                gone = trainer.name in self.lost or self._disturbed(trainer.name, began)
-                if group.prompt_id in rollout.unfinished and not gone:
-                    self.problem(
-                        f"{trainer.name} heard nothing of {group.group_id}, held at {began:.1f} by a drain"
-                    )
-
-        self.loop.call_later(seconds, check)
 
     def _disturbed(self, trainer: str, since: float) -> bool:
         """Say whether faults may hold up what the buffer tells a trainer after a time."""

@@ -9,7 +9,7 @@ from cluster_harness import PROMPTS, folder, running
 from memory_transport import MemoryTransport
 from virtual_time import PROCESS, eventually, virtual
 
-from seer.client import DeadlineExceeded, RequestRefused, SamplingParams
+from seer.client import BufferLost, DeadlineExceeded, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 from seer.services.buffer import server as buffer_server
 
@@ -25,9 +25,11 @@ def tokens(groups):
     }
 
 
-async def undisturbed(**options):
+async def undisturbed(number=0, weights=None, **options):
     async with running() as cluster, cluster.client() as client:
-        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0, **options)
+        if weights is not None:
+            await client.update_weights(3, weights)
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=number, **options)
         return tokens(await rollout.result())
 
 
@@ -135,14 +137,14 @@ async def test_an_id_that_is_used_again_gives_the_tokens_of_its_own_seed():
 
 
 @virtual
-async def test_a_drain_finishes_what_was_accepted_through_a_blip_and_names_what_was_held():
+async def test_a_drain_finishes_what_was_begun_through_a_blip_and_its_successor_does_the_rest(tmp_path):
     expected = await undisturbed()
     async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:
         transport = MemoryTransport(cluster.network)
         client = cluster.client(transport)
         await stack.enter_async_context(client)
         rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
-        held = await client.submit(PROMPTS, n=2, sampling=SAMPLING, weight_version=3)
+        held = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=1, weight_version=3)
         await eventually(lambda: len(rollout.groups) >= 2)
         draining = asyncio.create_task(cluster.drain("buffer", 600.0))
         await asyncio.sleep(0.5)
@@ -150,9 +152,43 @@ async def test_a_drain_finishes_what_was_accepted_through_a_blip_and_names_what_
         await asyncio.sleep(1.0)
         transport.reconnect()
         assert tokens(await rollout.result()) == expected
-        with pytest.raises(RequestRefused, match="shutting down"):
-            await held.result()
+        updating = asyncio.create_task(client.update_weights(3, folder(tmp_path / "w3", 1.0)))
+        later = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=2, weight_version=3)
         await draining
+        await asyncio.sleep(20.0)
+        assert not held.groups
+        assert not later.groups
+        assert not updating.done()
+        await cluster.start("buffer")
+        assert (await updating).version == 3
+        for number, each in ((1, held), (2, later)):
+            groups = await each.result()
+            assert {group.weight_version for group in groups} == {3}
+            assert tokens(groups) == await undisturbed(number, tmp_path / "w3")
+
+
+@virtual
+async def test_who_has_a_deadline_waits_that_long_for_the_successor_of_a_buffer_that_drained():
+    async with running(engine=SLOW) as cluster, cluster.client(silence_seconds=30.0) as client:
+        first = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
+        await eventually(lambda: len(first.groups) >= 2)
+        draining = asyncio.create_task(cluster.drain("buffer", 600.0))
+        await asyncio.sleep(0.5)
+        patient = await client.submit(
+            PROMPTS, n=2, sampling=SAMPLING, rollout_number=1, deadline_seconds=1000.0
+        )
+        brief = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=2, deadline_seconds=150.0)
+        other = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=3)
+        assert (await client.status()).draining
+        await draining
+        assert len(first.groups) == len(PROMPTS)
+        with pytest.raises(BufferLost, match="it was draining, and no successor answered"):
+            await other.result()
+        with pytest.raises(DeadlineExceeded):
+            await brief.result()
+        await cluster.start("buffer")
+        assert tokens(await patient.result()) == await undisturbed(1)
+        assert not (await client.status()).draining
 
 
 @virtual

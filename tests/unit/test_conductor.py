@@ -207,6 +207,20 @@ def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected
     assert world.conductor.drained.is_set()
 
 
+def test_a_draining_conductor_waits_for_nothing_that_its_successor_does():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    [(_, chunk)] = world.take(wire.RunChunk)
+    world.conductor.drain()
+    world.submit(("p", "later"))
+    assert not world.take(wire.RunChunk)
+    world.end("a", chunk, [7])
+    world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
+    assert world.conductor.drained.is_set()
+    assert set(world.machine.groups) == {"r/later"}
+
+
 def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world = World()
     other = Weights(1, "new", "/new")

@@ -80,16 +80,20 @@ def test_a_rollout_has_one_weight_version():
     assert set(machine.groups) == {"r/q"}
 
 
-def test_draining_finishes_what_was_accepted_and_gives_back_what_was_held():
+def test_draining_finishes_what_was_begun_and_begins_nothing_more():
     machine = make(engines=("a",))
     submit(machine, "p", n=1)
     submit(machine, "h", rollout="held", weight_version=5)
-    (refused,) = pick(machine.apply(Drained(), 1.0), wire.Refused)
-    assert (refused.rollout_id, refused.prompt_ids) == ("held", ["h"])
-    assert "shutting down" in refused.message
+    assert machine.apply(Drained(), 1.0) == []
     out = submit(machine, "p", "q", n=1)  # as after a blip
     assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p"]]
-    assert [item.prompt_ids for item in pick(out, wire.Refused)] == [["q"]]
+    assert not pick(out, wire.Refused)
+    for event in (events.WeightsChanged(5), events.SubmissionsHeld(True), events.SubmissionsHeld(False)):
+        assert not pick(machine.apply(event, 2.0), instructions.Dispatch)
+    assert set(machine.registry.held) == {"r/q", "held/h"}
+    assert machine.apply(Tick(), 1e6) == []  # it is not late: it waits for the buffer's end
+    (refused,) = pick(submit(machine, "s", n=999_999), wire.Refused)  # its bound holds as ever
+    assert "takes at most" in refused.message
     check(machine)
 
 

@@ -14,7 +14,7 @@ from seer.cli.main import main
 from seer.common import wire
 from seer.common.errors import InvalidField
 from seer.prompt_trace.way import concerns, follow, needle
-from seer.services.buffer.events import Left, ToIncarnation
+from seer.services.buffer.events import Drained, Left, ToIncarnation
 from seer.services.buffer.log import rows, writer
 from seer.services.buffer.requests import events, instructions
 
@@ -124,6 +124,16 @@ def test_what_a_buffer_lost_and_what_its_successor_goes_on_from():
         "failed: no",
         "#0 dropped on e1",
     ]
+
+
+def test_what_a_draining_buffer_held_its_successor_places():
+    first = segment((0.0, Drained(), []), (1.0, submitted("a"), []))
+    second = segment(
+        (0.0, submitted("a"), [dispatch("e1", "r/a#0", 1)]), incarnation=8, started=HEADER.started + 9
+    )
+    held, again, placed, _ = told("a", first, second)
+    assert held == f"{again}, held for the successor of a buffer that drains"
+    assert placed.startswith("#0 placed on e1")
 
 
 def test_an_id_of_several_rollouts_is_that_of_the_last_and_an_unknown_one_says_what_ids_look_like():

@@ -124,11 +124,19 @@ def test_texts_of_peers_are_escaped():
 
 def test_what_is_out_of_order_is_said():
     glance = Glance(
-        status(1, engines=3, quarantined={"e9": "no such weights"}, asleep=True, requests_held=5),
+        status(
+            1, engines=3, quarantined={"e9": "no such weights"}, asleep=True, requests_held=5, draining=True
+        ),
         problem="it did not answer",
     )
     text = "\n".join(lines(glance))
-    for part in ("1 engines + 2 not serving", "asleep", "5 held", "e9: QUARANTINED: no such weights"):
+    for part in (
+        "1 engines + 2 not serving",
+        "asleep",
+        "draining: finishes what it began",
+        "5 held",
+        "e9: QUARANTINED: no such weights",
+    ):
         assert part in text
     assert lines(glance)[-1] == "away, and asked again: it did not answer"
     empty = "\n".join(lines(Glance(status(0, open_rollouts=[], longest_open=[]))))

@@ -9,8 +9,9 @@ Invariants (tests/invariants.py asserts them after every event):
 - a rollout id belongs to one trainer and to one use of it: a later submission with other parameters ends the
   earlier use. Answers have the number of their submission and go to the incarnation that submitted last;
 - all groups of a rollout are opened under one weight version, unless it is an open one, whose groups have
-  parameters and weights of their own; while submissions are held, no group is opened but next turns of
-  trajectories that are away;
+  parameters and weights of their own; while submissions are held, and once the buffer drains, no group is
+  opened but next turns of trajectories that are away: those that a drained buffer held, clients submit to its
+  successor, as all that is unfinished;
 - unfinished requests, including those of held groups, and trajectories that are away and have no next turn
   among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
   open groups have at most `unfinished_tokens`;
@@ -167,12 +168,8 @@ class GroupRegistry:
                 stream=spec.stream,
             )  # fmt: skip
             continues = self.trajectories.continues(group)
-            if self.draining and not continues:
-                problem = "this buffer is shutting down: submit to its successor"
-            elif room < event.n and not continues:
-                problem = self._too_many()
-            else:
-                problem = self._problem_of(group)
+            full = room < event.n and not continues
+            problem = self._too_many() if full else self._problem_of(group)
             if problem:
                 problems.setdefault(problem, []).append(spec)
                 continue
@@ -220,7 +217,7 @@ class GroupRegistry:
         self.fail([group for group in waiting if group.missing], "refused", event.message, out)
 
     def _must_hold(self, group: GroupState) -> bool:
-        held = self.holding and not self.trajectories.continues(group)
+        held = (self.holding or self.draining) and not self.trajectories.continues(group)
         return held or not self._fleet or group.awaits > self.weight_version
 
     def _problem_of(self, group: GroupState) -> str:
@@ -350,12 +347,6 @@ class GroupRegistry:
         open_ = [group for group in self.groups.values() if not group.done and group.held_since is None]
         self.fail(open_, "cancelled", message, out)
 
-    def drain(self, out: Out) -> None:
-        """Refuse new groups from now on, and all held ones."""
-        self.draining = True
-        message = "this buffer is shutting down, and had not begun it: submit to its successor"
-        self.fail(list(self.held.values()), "refused", message, out)
-
     def tick(self, now: float, out: Out) -> None:
         """Check the deadlines of held and of finished groups, and of trajectories that are away."""
         self.trajectories.tick(now, out)
@@ -364,7 +355,7 @@ class GroupRegistry:
         overdue = [
             each for each in self.held.values() if (each.held_since or 0.0) < since and not each.missing
         ]
-        if overdue and not self.holding:  # updates and sleep have deadlines of their own
+        if overdue and not (self.holding or self.draining):  # they have deadlines of their own, or end
             late = [group for group in overdue if self._fleet]
             self.fail([group for group in overdue if not self._fleet], "failed", no_engine(waited), out)
             message = f"its weights were not live within {waited:g} s: update to them, then submit"

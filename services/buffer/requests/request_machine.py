@@ -159,7 +159,7 @@ class RequestMachine:
             case ImagesStalled():
                 registry.stalled(event, out)
             case Drained():
-                registry.drain(out)
+                registry.draining = True
             case SubmissionsHeld():
                 registry.holding = event.held
                 self._open(registry.open_held(out), now, out)

@@ -27,8 +27,8 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
 - a version that no instance has may be sent again, also with another digest;
 - an update for which no instance is there waits for one until its deadline;
 - a `LoadWeights` of weights in place is sent only to the instances that `WeightsLoading` names;
-- an update ends in exactly one of `WeightsLive` and `WeightsFailed`; submissions are held from its start to
-  its end, and at no other time;
+- an update ends in exactly one of `WeightsLive` and `WeightsFailed`, unless the buffer drains before engines
+  load: the trainer asks its successor. Submissions are held from an update's start to its end, and only then;
 - every wait has a deadline.
 """
 
@@ -62,8 +62,6 @@ RETRY_SECONDS = 30.0
 GONE = "was loaded in place, so it cannot be loaded again: it gets work after the next update"
 
 ASLEEP = "engines sleep: wake them first, or their weights: tags=['weights']"
-
-_SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 
 class WeightsMachine(msgspec.Struct):
@@ -175,7 +173,7 @@ class WeightsMachine(msgspec.Struct):
             case Drained():
                 self._draining = True
                 if self._update is not None and not self._update.committing:
-                    self._fail({"": _SHUTTING_DOWN}, out)
+                    self._fail({}, out)
             case Tick():
                 self._check_deadlines(now, out)
                 self._retry(now, awake)
@@ -340,6 +338,8 @@ class WeightsMachine(msgspec.Struct):
         if live is not None and again and not asleep:
             self._requested_again(trainer, request, live, out)
             return
+        if self._draining:
+            return
         if problem := self._refusal(request, idle) or (ASLEEP if asleep else ""):
             out.append(failed(trainer, request, {"": problem}))
             return
@@ -388,8 +388,6 @@ class WeightsMachine(msgspec.Struct):
         version = request.version
         if self._update is not None:
             return f"{self._update.trainer} updates to version {self._update.request.version}: wait for that"
-        if self._draining:
-            return _SHUTTING_DOWN
         if not request.source:
             return "give a source"
         known = self._loaded_live or (self._dropped and not (self.live and is_for(request, self.live)))
@@ -423,14 +421,14 @@ class WeightsMachine(msgspec.Struct):
         update.awaited.discard(name)
 
     def _fail(self, reasons: dict[str, str], out: list[Instruction]) -> None:
-        """End an update of which no instance loads weights yet."""
+        """End an update of which no instance loads weights yet; without reasons its trainer is not told."""
         update, self._update = self._update, None
         if update is not None:
             request = update.request
             out += [discard(name, request.version, update.number) for name in sorted(update.sent_to)]
             for name in update.sent_to:
                 self._fan_out.ended(name, request.source)
-            out += [Release(), failed(update.trainer, request, reasons)]
+            out += [Release(), *([failed(update.trainer, request, reasons)] if reasons else [])]
 
     def _leave_sleepers(self, asleep: bool, loadable: Collection[str], out: list[Instruction]) -> None:
         """Have no update wait for engines that sleep by a wish of an earlier incarnation of the buffer."""

@@ -119,6 +119,9 @@ def _text(seen: SystemStatus) -> str:
         lines += [f"    {draft_text(stats)}"] if stats.verifications else []
     lines += [] if status.instances else ["no engines are registered"]
     lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
+    lines += (
+        ["DRAINING: it finishes what it began; the rest waits for its successor"] if status.draining else []
+    )
     lines += [
         f"  {name} NOT WRITTEN for {each.seconds:.0f} s: {each.problem}"
         for name, each in sorted(status.unwritten.items())

@@ -35,6 +35,7 @@ SYSTEM = (
     Row("seer_uptime_seconds", "uptime_seconds", "Since the buffer started."),
     Row("seer_weight_version", "weight_version", "Version of the live weights."),
     Row("seer_asleep", "asleep", "1 while engines sleep for a trainer."),
+    Row("seer_draining", "draining", "1 while the buffer finishes what it began, and begins nothing."),
     Row("seer_rollouts", "rollouts", "Rollouts that the buffer has."),
     Row("seer_groups_open", "groups_open", "Groups whose responses are generated."),
     Row("seer_results_held_bytes", "results_held_bytes", "Finished groups that no trainer has acknowledged."),

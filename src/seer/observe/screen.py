@@ -132,6 +132,10 @@ def _head(glance: Glance, width: int) -> list[Text]:
         Text(_clean(f"{name} not written for {duration(each.seconds)}: {each.problem}"), style="bold red")
         for name, each in sorted(status.unwritten.items())
     ]
+    if status.draining:
+        failing.append(
+            Text("draining: finishes what it began; the rest waits for its successor", "bold yellow")
+        )
     last = Text.assemble(("asleep   " if status.asleep else "", "bold yellow"), work)
     return [title, *failing, *rollouts, last]
 

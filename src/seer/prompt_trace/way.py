@@ -17,7 +17,15 @@ import msgspec
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.services.buffer.buffer_machine import Event, Instruction
-from seer.services.buffer.events import FromEngine, FromTrainer, Joined, Left, ToEngine, ToIncarnation
+from seer.services.buffer.events import (
+    Drained,
+    FromEngine,
+    FromTrainer,
+    Joined,
+    Left,
+    ToEngine,
+    ToIncarnation,
+)
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.sleep_machine import GiveUp
@@ -27,7 +35,7 @@ SHOWN = 5
 
 FORMS = "PROMPT, ROLLOUT/PROMPT or ROLLOUT/PROMPT#INDEX, as results and logs have them"
 
-ALWAYS = (b'["GroupsSubmitted",', b'["Joined",', b'["Left",', b'["GiveUp",')
+ALWAYS = (b'["GroupsSubmitted",', b'["Joined",', b'["Left",', b'["GiveUp",', b'["Drained"')
 """What rows have that may concern any prompt."""
 
 
@@ -104,6 +112,7 @@ class _Reader:
         self._examples: dict[str, None] = {}
         self._incarnation: int | None = None
         self._offset = self._now = 0.0
+        self._draining = False
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -113,6 +122,7 @@ class _Reader:
         self._incarnation, self._now = header.incarnation, max(self._now, header.started)
         if not anew:
             return
+        self._draining = False
         for way in self._ways.values():
             for index, response in way.responses.items():
                 if response.engine:
@@ -139,6 +149,8 @@ class _Reader:
                 self._told(named, f"acknowledged by trainer {trainer}", over=True)
             case FromTrainer(trainer, wire.Cancel() as named):
                 self._told(named, f"cancelled by trainer {trainer}")
+            case Drained():
+                self._draining = True
             case Left(instances):
                 for name in instances:
                     self._engine_left(name, "which left or died")
@@ -174,12 +186,13 @@ class _Reader:
                 running = {index: each for index, each in way.responses.items() if each.engine}
                 way.responses, way.over = running, False
             way.submitted, way.max_tokens, way.kept = self._now, event.max_tokens, spec.kept
+            held = ", held for the successor of a buffer that drains" if self._draining else ""
             images = f", {len(spec.missing)} images are missing" if spec.missing else ""
             self._say(
                 way,
                 None,
                 f"submitted by trainer {event.trainer}: {spec.prompt_len} tokens, {event.n} responses of at "
-                f"most {event.max_tokens}{images}",
+                f"most {event.max_tokens}{images}{held}",
             )
         for spec in event.groups[-SHOWN:]:
             self._examples[ids.group_id(event.rollout_id, spec.prompt_id)] = None
