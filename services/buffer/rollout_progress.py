@@ -29,8 +29,8 @@ from seer.services.buffer.requests.state import GroupState, RequestState, Rollou
 from seer.services.buffer.running_chunks import InFlight
 from seer.services.buffer.statistics import Statistics
 
-STEP = 500
-"""Requests between two yields: one or two milliseconds."""
+STEP = 250
+"""Requests between two yields: a millisecond, or two while little is known of lengths."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from seer.report import view as view_module
 from seer.report.hard_prompts import MOST, HardPrompt
 from seer.report.log_reader import LogReader, read_timeline
 from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Timeline
-from seer.report.svg import date, duration, ticks
+from seer.report.svg import WIDTH, Drawing, date, duration, ticks
 from seer.report.timeline_page import HARD_COLOURS, page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out, levels
@@ -307,6 +307,14 @@ def test_an_axis_ends_above_its_curve(most: float) -> None:
     assert 3 <= len(marks) <= 6
     assert marks[-2] < most * (1 + 1e-6)
     assert most <= marks[-1] * (1 + 1e-6)
+
+
+def test_a_legend_ends_within_the_page() -> None:
+    drawing = Drawing(0.0, 1.0)
+    drawing.legend([("h0", "prompts-045: 950 tokens, 6 of 8 cut")] * 9)
+    texts = list(ET.fromstring(drawing.svg("", "")).iter(f"{SVG}text"))
+    assert len({each.get("y") for each in texts}) > 1
+    assert all(float(each.get("x", "")) + 5.6 * len(each.text or "") <= WIDTH for each in texts)
 
 
 def test_each_curve_has_an_axis() -> None:

@@ -45,7 +45,10 @@ class Part(Enum):
     WAITS = "waits", "responses waited though the engine had room; weights loading, sleep, no buffer"
     LOST = "lost chunks", "chunks that were lost, dropped or did not end, and tokens computed again"
     OTHERS = "other rollouts", "tokens of other rollouts"
-    OVERHEAD = "overhead", "slower than at best for as many chunks: prompts, long contexts, other load"
+    OVERHEAD = (
+        "overhead",
+        "slower than at best for as many chunks: prompts, fetched KV, long contexts, drafts, load",
+    )
 
     def __init__(self, title: str, meaning: str) -> None:
         self.title, self.meaning = title, meaning

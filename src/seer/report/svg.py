@@ -125,11 +125,12 @@ class Drawing:
         """Write a row of classes and their meanings."""
         x = float(LEFT)
         for kind, meaning in items:
-            if x > WIDTH - RIGHT - 60:
+            width = 16 + 5.6 * len(meaning)
+            if x > LEFT and x + width > WIDTH:
                 x, self.y = float(LEFT), self.y + 15
             self.rect(x, self.y - 9, 12, 10, kind)
             self.text(x + 16, self.y, meaning, "n")
-            x += 30 + 5.6 * len(meaning)
+            x += width + 14
 
     def svg(self, style: str, definitions: str) -> str:
         """Return all of it as one element."""
