@@ -116,13 +116,16 @@ gateway-test: setup  # unmodified clients against a real system; those that conf
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-clients.lock
 	test -x $(CLIENTS)-agents/bin/python || $(PYTHON) -m venv $(CLIENTS)-agents
 	$(CLIENTS)-agents/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-agents.lock
+	test -x $(CLIENTS)-benchmarks/bin/python || $(PYTHON) -m venv $(CLIENTS)-benchmarks
+	$(CLIENTS)-benchmarks/bin/python -m pip install --quiet --no-deps -r requirements/torch-cpu.lock
+	$(CLIENTS)-benchmarks/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-benchmarks.lock
 ifneq ($(PYTHON312),)
 	test -x $(CLIENTS)-skyrl/bin/python || $(PYTHON312) -m venv $(CLIENTS)-skyrl
 	$(CLIENTS)-skyrl/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-skyrl.lock
 else
 	@echo "SkyRL's client is skipped: it needs Python 3.12 (make gateway-test PYTHON312=path/to/python3.12)"
 endif
-	$(BIN)/python tests/gateway_clients/run.py $(CLIENTS)/bin/python $(CLIENTS)-agents/bin/python $(if $(PYTHON312),$(CLIENTS)-skyrl/bin/python)
+	$(BIN)/python tests/gateway_clients/run.py $(CLIENTS)/bin/python $(CLIENTS)-agents/bin/python $(CLIENTS)-benchmarks/bin/python $(if $(PYTHON312),$(CLIENTS)-skyrl/bin/python)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,7 +9,8 @@ alone; `cpu.lock` has all of both, too.
 indexes that have them differ.
 
 With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`,
-`gateway-agents` and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`,
+`gateway-agents`, `gateway-benchmarks` (on top of `torch-cpu.lock`) and, with Python 3.12,
+`gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`,
 what the trainers' tests run in, with all that the client needs, whose torch and transformers are not the
 engine's; `release`, what `make release` runs.
 
@@ -60,6 +61,11 @@ AGENTS = [
     "inspect-ai", "langchain-openai", "openai", "openai-agents", "pydantic-ai-slim", "pytest",
     "pytest-asyncio", "pytest-timeout", "smolagents",
 ]  # fmt: skip
+BENCHMARKS = [
+    "aiohttp", "guidellm", "lm-eval", "pytest", "pytest-asyncio", "pytest-timeout", "requests", "tenacity",
+    "tiktoken",
+]  # fmt: skip
+"""With what lm-eval's extra `api` asks for."""
 VERL = [
     "verl", "transferqueue", "qwen-vl-utils", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
     "scikit-build-core", "uvicorn",
@@ -105,6 +111,8 @@ def main() -> None:
         write("gateway-clients", CLIENTS, set())
     elif sys.argv[1:] == ["gateway-agents"]:
         write("gateway-agents", AGENTS, set())
+    elif sys.argv[1:] == ["gateway-benchmarks"]:
+        write("gateway-benchmarks", BENCHMARKS, {"torch"})
     elif sys.argv[1:] == ["gateway-skyrl"]:
         write("gateway-skyrl", GATEWAY_SKYRL, set(), alone=["skyrl"])
     elif sys.argv[1:] == ["release"]:
