@@ -73,6 +73,8 @@ def write_log(path: Path, chunks: int) -> int:
 
         for number, name in enumerate(names):
             tell(Joined(name, REGISTER, number + 1), 0.0)
+            best = TOKENS_PER_SECOND * REGISTER.capacity.max_num_seqs, 1 / TOKENS_PER_SECOND
+            tell(events.EngineReported(name, 0, 0, *best), 0.0)
         specs = [events.GroupSpec(name, 500) for name in groups]
         tell(events.GroupsSubmitted("t", "r", GROUP, CAP, specs), 0.0)
         dead = ""

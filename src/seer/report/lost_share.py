@@ -14,9 +14,10 @@ Invariants (tests/property/test_lost_share.py):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +106,7 @@ def lost_share(
     for name in sorted(chunks.keys() | {each.name for each in timeline.incarnations}):
         speed = timeline.speeds.get(name)
         engine = _Engine(
-            rollout, chunks.get(name, ()), [each for each in timeline.incarnations if each.name == name],
+            state, chunks.get(name, ()), [each for each in timeline.incarnations if each.name == name],
             speed.best_rate if speed and speed.best_rate else fastest, min(alone, default=0.0), kept,
         )  # fmt: skip
         whole += engine.rate * engine.seconds
@@ -144,7 +145,7 @@ class _State:
     """What holds for all engines: whether responses wait, trajectories are away, spans, the tail."""
 
     def __init__(self, timeline: Timeline, rollout: Rollout, tail_start: float) -> None:
-        self.start, self.end, self.tail_start = rollout.submitted, rollout.end, tail_start
+        self.start, self.end, self.tail_start = rollout.submitted, rollout.end, tail_start  # `end` takes long
         self._spans = [(each.start, each.end) for each in timeline.spans]
         gone = [pair for response in rollout.responses for pair in away(response)]
         runs = [(chunk.start, chunk.end) for chunk in rollout.chunks]
@@ -211,10 +212,10 @@ class _Engine:
     """
 
     def __init__(
-        self, rollout: Rollout, chunks: Sequence[Chunk], incarnations: Sequence[EngineIncarnation],
+        self, state: _State, chunks: Sequence[Chunk], incarnations: Sequence[EngineIncarnation],
         rate: float, alone: float, kept: Mapping[Response, float],
     ) -> None:  # fmt: skip
-        start, end = rollout.submitted, rollout.end
+        start, end = state.start, state.end
         self.rate, self._alone = rate, alone
         stays = [
             (max(each.joined, start), min(end if each.left is None else each.left, end))
@@ -226,40 +227,40 @@ class _Engine:
         self.stays = [(joined, left) for joined, left in stays if left > joined]
         self.seconds = sum(left - joined for joined, left in self.stays)
         self._blocks = max((each.capacity.kv_blocks for each in incarnations), default=0)
-        self._chunks = [chunk for chunk in chunks if chunk.end > start and chunk.start < end]
-        self._rollout, self._kept = rollout, kept
+        here = [chunk for chunk in chunks if chunk.end > start and chunk.start < end]
+        here.sort(key=lambda chunk: chunk.start)
+        self._starts, self._ends = np.array([(chunk.start, chunk.end) for chunk in here]).reshape(-1, 2).T
+        weights = [_weights(chunk, kept.get(chunk.response)) for chunk in here]
+        self._weights = np.array(weights, np.float64).reshape(-1, len(_Level._fields)).T
 
     def losses(self, state: _State) -> dict[Part, float]:
         """Return what was lost on this engine, in tokens at its best rate."""
-        own = np.array([0.0, *(time for chunk in self._chunks for time in (chunk.start, chunk.end))])
+        own = np.concatenate([self._starts, self._ends, state.edges])
         lost = dict.fromkeys(Part, 0.0)
         for joined, left in self.stays:
-            edges = np.unique(np.clip(np.concatenate([own, state.edges, [joined, left]]), joined, left))
-            seconds, times = np.diff(edges), edges[:-1]
-            for part, shares in self._shares(state, times, edges):
+            edges = np.unique(np.concatenate([own[(own > joined) & (own < left)], [joined, left]]))
+            seconds = np.diff(edges)
+            for part, shares in self._shares(state, edges):
                 lost[part] += float(np.sum(shares * seconds)) * self.rate
         return lost
 
-    def _shares(self, state: _State, times: Floats, edges: Floats) -> Iterator[tuple[Part, Floats]]:
-        """Yield for each part the share of the engine's best rate that it cost from each time on."""
-        running = self._level(edges, lambda _: 1.0)
-        in_vain = self._level(edges, lambda chunk: float(chunk.how is not End.KEPT))
-        kept = self._level(edges, self._useful) / self.rate
-        others = self._level(edges, self._others) / self.rate
-        again = self._level(edges, self._again) / self.rate
+    def _shares(self, state: _State, edges: Floats) -> Iterator[tuple[Part, Floats]]:
+        """Yield for each part the share of the engine's best rate that it cost between edges."""
+        times, level = edges[:-1], self._levels(edges)
+        kept, others = level.useful / self.rate, level.others / self.rate
         gap = np.maximum(0.0, 1.0 - kept)
         each = np.minimum(gap, others)
         yield Part.OTHERS, each
         gap = gap - each
-        good = running - in_vain
-        like_others = np.where(good > 0, (kept + others) * in_vain / np.maximum(good, 1.0), 1.0)
-        each = np.minimum(gap, again + np.where(in_vain > 0, like_others, 0.0))
+        good = level.running - level.in_vain
+        like_others = np.where(good > 0, (kept + others) * level.in_vain / np.maximum(good, 1.0), 1.0)
+        each = np.minimum(gap, level.again / self.rate + np.where(level.in_vain > 0, like_others, 0.0))
         yield Part.LOST, each
         gap = gap - each
-        few = np.minimum(gap, 1.0 - self._at_best(running, edges))
+        few = np.minimum(gap, 1.0 - self._at_best(level.running, edges))
         yield Part.OVERHEAD, gap - few
         halted, waiting = state.halted(times), state.waiting(times)
-        full = waiting & ~halted & self._full(edges)
+        full = waiting & ~halted & self._full(level.blocks, times)
         left_over = ~halted & ~waiting
         gone = left_over & state.away(times)
         tail = left_over & ~gone & (times >= state.tail_start)
@@ -269,28 +270,12 @@ class _Engine:
         yield Part.TAIL, few * tail
         yield Part.FEW, few * (left_over & ~gone & ~tail)
 
-    def _level(self, edges: Floats, weight: Callable[[Chunk], float]) -> Floats:
-        """Return the sum of the weights of the chunks that run between edges, which are all their times."""
-        starts = np.searchsorted(edges, [chunk.start for chunk in self._chunks])
-        ends = np.searchsorted(edges, [chunk.end for chunk in self._chunks])
-        weights = np.array([weight(chunk) for chunk in self._chunks])
-        steps = np.bincount(starts, weights, len(edges) + 1) - np.bincount(ends, weights, len(edges) + 1)
-        return np.maximum(np.cumsum(steps)[: len(edges) - 1], 0.0)
-
-    def _useful(self, chunk: Chunk) -> float:
-        """Return the tokens/s of a chunk that are in its response."""
-        if chunk.response.rollout is not self._rollout:
-            return 0.0
-        return chunk.tokens * self._kept[chunk.response] / max(chunk.seconds, 1e-9)
-
-    def _again(self, chunk: Chunk) -> float:
-        """Return the tokens/s of a chunk that were computed again, after a buffer had died."""
-        if chunk.response.rollout is not self._rollout:
-            return 0.0
-        return chunk.tokens * (1.0 - self._kept[chunk.response]) / max(chunk.seconds, 1e-9)
-
-    def _others(self, chunk: Chunk) -> float:
-        return 0.0 if chunk.response.rollout is self._rollout else chunk.tokens / max(chunk.seconds, 1e-9)
+    def _levels(self, edges: Floats) -> _Level:
+        """Return the sums over the chunks that run between edges, which are all their times."""
+        size = len(edges) + 1
+        starts, ends = np.searchsorted(edges, self._starts), np.searchsorted(edges, self._ends)
+        steps = [np.bincount(starts, row, size) - np.bincount(ends, row, size) for row in self._weights]
+        return _Level(*(np.maximum(np.cumsum(each)[: size - 2], 0.0) for each in steps))
 
     def _at_best(self, running: Floats, edges: Floats) -> Floats:
         """Return the share of the best rate that an engine reaches with so many chunks."""
@@ -306,14 +291,35 @@ class _Engine:
         step = np.maximum(self._alone - row, 0.0) + row * running
         return np.asarray(np.minimum(1.0, running / np.maximum(step, 1e-12) / self.rate))
 
-    def _full(self, edges: Floats) -> Flags:
+    def _full(self, booked: Floats, times: Floats) -> Flags:
         """Return whether the chunk that began here next did not fit yet, with what policies leave free."""
-        order = sorted(self._chunks, key=lambda chunk: chunk.start)
-        blocks = np.array([*(chunk.blocks for chunk in order), order[-1].blocks if order else 0])
-        following = np.searchsorted([chunk.start for chunk in order], edges[:-1], "right")
-        booked = self._level(edges, lambda chunk: float(chunk.blocks))
-        need = booked + blocks[following] + self._blocks // SPARE_PART
-        return np.asarray(need > self._blocks) & (self._blocks > 0)
+        if not self._blocks or not len(self._starts):
+            return np.zeros(len(times), np.bool_)
+        blocks = self._weights[_Level._fields.index("blocks")]
+        following = np.searchsorted(self._starts, times, "right")
+        need = blocks[np.minimum(following, len(blocks) - 1)]
+        return np.asarray(booked + need + self._blocks // SPARE_PART > self._blocks)
+
+
+class _Level(NamedTuple):
+    """Sums over the chunks that run: how many, how many `in_vain`, tokens/s, and blocks.
+
+    Tokens/s are those that the rollout's responses have, those of `others`, and those made `again`.
+    """
+
+    running: Floats
+    in_vain: Floats
+    useful: Floats
+    others: Floats
+    again: Floats
+    blocks: Floats
+
+
+def _weights(chunk: Chunk, kept: float | None) -> tuple[float, ...]:
+    """Return what a chunk adds to each field of `_Level`; `kept` is None for another rollout's."""
+    rate = chunk.tokens / max(chunk.seconds, 1e-9)
+    tokens = (0.0, rate, 0.0) if kept is None else (rate * kept, 0.0, rate * (1.0 - kept))
+    return 1.0, float(chunk.how is not End.KEPT), *tokens, float(chunk.blocks)
 
 
 def _held(running: Floats, seconds: Floats, least: float) -> float:
