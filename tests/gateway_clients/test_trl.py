@@ -40,6 +40,12 @@ def test_control(client):
         client.init_communicator(device="cpu")
 
 
+def test_structured_outputs(client):
+    got = client.generate(["1 2"], n=4, max_tokens=7, structured_outputs_regex="7|none")
+    assert {ids[0] for ids in got["completion_ids"]} <= {10, 62}  # the words 7 and none
+    assert {tuple(ids[1:]) for ids in got["completion_ids"]} <= {(), (2,)}
+
+
 def test_refusals(client):
-    with pytest.raises(Exception, match="structured_outputs"):
-        client.generate(["1"], structured_outputs_regex="a")
+    with pytest.raises(Exception, match=r"structured_outputs\.regex"):
+        client.generate(["1"], structured_outputs_regex="(")
