@@ -31,8 +31,9 @@ def test_completions(data):
 
 
 def test_errors(data):
+    schema = {"type": "integer", "multipleOf": 3}
     with pytest.raises(litellm.BadRequestError, match="structured_outputs"):
         litellm.completion(
             model="hosted_vllm/model", api_base=f"{data}/v1", messages=MESSAGES,
-            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"multipleOf": 3}}},
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
         )  # fmt: skip
