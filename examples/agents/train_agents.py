@@ -93,7 +93,7 @@ async def train(client: RolloutClient, args: argparse.Namespace, out: Path) -> N
         curves.write_metrics(rows, out)
         print(curves.line(rows[-1], args.iterations), flush=True)
     print("now whose answer counts: its own, that of a sibling, none", flush=True)
-    await client.update_weights(args.iterations + 1, learner.model.state_dict())
+    await client.update_weights(args.iterations + 1, learner.weights())
     rates: dict[lookup.Tool, float] = {}
     for number, tool in enumerate(get_args(lookup.Tool), start=args.iterations + 1):
         rates[tool] = pass_rate(await roll(client, held_out, CONTROL_RESPONSES, number, args.seed, tool))
@@ -109,7 +109,7 @@ async def iterate(
     """Update, measure, roll out and train once; return what came out."""
     watch = Stopwatch()
     with watch("update"):
-        await client.update_weights(iteration + 1, learner.model.state_dict())
+        await client.update_weights(iteration + 1, learner.weights())
     with watch("eval"):
         before = pass_rate(await roll(client, held_out, 1, iteration, args.seed))
     with watch("rollout"):

@@ -29,6 +29,7 @@ PANELS = {
     "length_mean": "mean length",
     "tokens_per_second": "tokens/s",
     "tail_seconds": "tail, seconds",
+    "kl": "KL from engines to trainer",
 }
 LINE = {
     "reward": "reward {reward:.3f}",
@@ -103,12 +104,15 @@ def draw(runs: Mapping[str, Sequence[Row]], picture: Path) -> None:
     label, rows = next(iter(runs.items()))
     panels = [name for name in PANELS if name in rows[0]]
     height = 2 if len(panels) > 2 else 1
-    figure, axes = pyplot.subplots(height, 3, figsize=(12, 3 * height), layout="constrained")
+    width = 4 if len(panels) > 5 else 3
+    figure, axes = pyplot.subplots(height, width, figsize=(4 * width, 3 * height), layout="constrained")
     for axis, name in zip(axes.flat, panels, strict=False):
         for run, some in runs.items():
             axis.plot([row["iteration"] for row in some], [row[name] for row in some], label=run, lw=1.3)
         axis.set(title=PANELS[name], ylim=(0, 1) if name in ("reward", "held_out") else (0, None))
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) : -1]:
+        axis.remove()
     if len(runs) > 1:
         axes.flat[0].legend()
     shares = [[row["seconds"][phase] / sum(row["seconds"].values()) for row in rows] for phase in PHASES]

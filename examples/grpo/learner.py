@@ -10,13 +10,18 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from seer.integrations.checkpoint_names import checkpoint_tensors
+from seer.integrations.replayed_routing import padded_experts, replayed_routing
 
 THREADS = 2
 """Part of what makes a step repeatable."""
@@ -40,6 +45,7 @@ class Sample:
 
     `loss_mask`: False where a token of the response was not generated, but said by a tool; None: all were.
     `images`: `pixel_values` and `image_grid_thw` as the processor returned them, if the prompt has images.
+    `experts`: `Response.routed_experts`, which the forward pass replays; None: it routes by itself.
     """
 
     token_ids: NDArray[np.int32]
@@ -47,6 +53,7 @@ class Sample:
     advantage: float
     loss_mask: NDArray[np.bool_] | None = None
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    experts: NDArray[Any] | None = None
 
     @property
     def tokens(self) -> int:
@@ -56,12 +63,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step saw. `gap`: mean |trainer's - engine's logprob|; `corrected`: share beyond `ROUNDING`."""
+    """What a step saw. `gap`: mean |trainer's - engine's logprob|; `corrected`: share beyond `ROUNDING`.
+
+    `kl`: nats a token, from the engines to the trainer, estimated by the sampled tokens.
+    """
 
     loss: float
     gradient_norm: float
     gap: float
     corrected: float
+    kl: float
     samples: int
 
 
@@ -126,24 +137,32 @@ class Learner:
     def __init__(self, model: Path) -> None:
         torch.set_num_threads(THREADS)
         torch.use_deterministic_algorithms(True)
+        self._folder = model
         self.placeholder: int | None = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
         kind = AutoModelForCausalLM if self.placeholder is None else AutoModelForImageTextToText
         self.model = kind.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights as engines have them: by the names and types of the model's files."""
+        return checkpoint_tensors(self.model, self.model.state_dict(), self._folder)
+
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepStats:
         """Take one optimizer step on the mean loss over tokens; samples without advantage are skipped."""
         used = [sample for sample in samples if sample.advantage]
         tokens = sum(sample.tokens for sample in used)
-        loss = gap = corrected = 0.0
+        loss = gap = corrected = kl = 0.0
         self.optimizer.zero_grad()
         for batch in batches(used, BATCH_TOKENS):
             padded = pad(batch)
             mask, engine = padded["mask"], padded["logprobs"]
-            logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
+            with self._routing(batch):
+                logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
             part = (token_loss(logprobs, engine, padded["advantages"]) * mask).sum() / tokens
             part.backward()
-            off = (logprobs.detach() - engine).abs() * mask
+            off = (logprobs.detach() - engine) * mask
+            kl += (torch.expm1(off) - off).sum().item() / tokens
+            off = off.abs()
             loss += part.item()
             gap += off.sum().item() / tokens
             corrected += (off >= ROUNDING).sum().item() / tokens
@@ -152,7 +171,14 @@ class Learner:
             group["lr"] = learning_rate
         if used:  # AdamW would move the weights without a gradient, too
             self.optimizer.step()
-        return StepStats(loss, float(norm), gap, corrected, len(used))
+        return StepStats(loss, float(norm), gap, corrected, kl, len(used))
+
+    def _routing(self, batch: Sequence[Sample]) -> AbstractContextManager[None]:
+        """Have the forward pass send tokens to the experts that the engines chose, if they are known."""
+        experts = [sample.experts for sample in batch if sample.experts is not None]
+        if not experts:
+            return nullcontext()
+        return replayed_routing(self.model, padded_experts(experts, batch[0].token_ids.size))
 
     def _logprobs(self, ids: torch.Tensor, images: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         # Padding sits on the right, so a causal mask is all the masking needed.

@@ -61,6 +61,9 @@ WARMUP = 5
 """Iterations until the learning rate is at its full value: AdamW's first steps are as long as any, and follow
 mere noise."""
 
+ROUTING = ("own", "replayed")
+"""How the trainer sends tokens to a mixture's experts: as its own routers say, or as the engines did."""
+
 PATIENCE_SECONDS = 90.0
 """Longest wait for an update under way. One whose trainer died in the middle is given up after 30 s."""
 
@@ -77,12 +80,15 @@ class Settings:
     held_out: int = 96
     held_out_responses: int = 1
     learning_rate: float = 4e-4
+    routing: str = "own"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("model", "seed") and not value > 0:
+            if field.name not in ("model", "seed", "routing") and not value > 0:
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: give more than 0")
+        if self.routing not in ROUTING:
+            raise ValueError(f"--routing {self.routing}: give {' or '.join(ROUTING)}")
 
 
 class Problems(Protocol):
@@ -108,6 +114,7 @@ def samples(scored: Sequence[Scored]) -> list[Sample]:
             response.logprobs,
             advantage,
             images=each.group.metadata.get("images", {}),
+            experts=response.routed_experts,
         )
         for each in scored
         for response, advantage in zip(each.group.responses, advantages(each.rewards), strict=True)
@@ -126,7 +133,10 @@ class Trainer:
         self._problems = problems
         # Engines know a placeholder that the model sampled from an image's; transformers counts it as one.
         never = {} if self.learner.placeholder is None else {self.learner.placeholder: -100.0}
-        self._sampling = SamplingParams(max_tokens=settings.max_tokens, logit_bias=never)
+        replayed = 0 if settings.routing == "replayed" else None
+        self._sampling = SamplingParams(
+            max_tokens=settings.max_tokens, logit_bias=never, routed_experts_from=replayed
+        )
         self._held_out = problems.held_out_prompts(settings.held_out)
         self._file = out / "checkpoint.pt"
         self._resume()
@@ -178,7 +188,7 @@ class Trainer:
         while True:
             version = max(iteration, (await client.status()).weight_version) + 1
             try:
-                return await client.update_weights(version, self.learner.model.state_dict())
+                return await client.update_weights(version, self.learner.weights())
             except WeightsRefused as error:
                 if error.reasons.keys() != {""} or time.monotonic() > until:  # an engine's reason stays
                     raise
@@ -260,6 +270,7 @@ def main() -> int:
         f"shared.model={args.model.resolve()}",
         f"engine.max_model_len={args.max_tokens + SLACK_TOKENS}",
         "engine.max_num_seqs=128",
+        f"engine.routed_experts={str(args.routing == 'replayed').lower()}",
     ]
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     try:

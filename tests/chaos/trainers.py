@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from chaos.expected import answers
 from chaos.in_place import NO_BYTES, Planned
 from chaos.parts import Part, Parts
@@ -21,7 +23,7 @@ from chaos.plan import Pause, Renew, Rest, Roll
 from chaos.turns import Turns
 from chaos.values import BEYOND
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
-from seer.client.results import Group
+from seer.client.results import Group, Response
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
 from seer.client.weight_update import Source
@@ -38,6 +40,9 @@ WATCH_SECONDS = 3.0
 
 RESTRAINT, PATIENCE = 20, 80
 """Tries of what somebody else's use, or a full buffer, stands in the way of."""
+
+TOLD = Response(0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, "stop", "")
+"""A response of which a trainer says how far its logprobs are off: a message that nothing depends on."""
 
 _PINS = "weight_version" in inspect.signature(RolloutClient.submit).parameters
 
@@ -304,6 +309,7 @@ class Trainer:
             rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, repeat=repeat, **options,
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
+        await client.report_mismatch([TOLD], [TOLD.logprobs])
         return rollout
 
     async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:

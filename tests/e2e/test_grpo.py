@@ -23,7 +23,7 @@ SIZES = {"iterations": 3, "prompts": 6, "responses": 6, "held-out": 4, "max-toke
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
 
 TIMED = {"seconds", "tokens_per_second", "tail_seconds", "reward_seconds", "reward_overlap"}
-ROUNDED = {"gap"}
+ROUNDED = {"gap", "kl"}
 """What schedule and batch may change; `weight_version` counts a shared system's updates."""
 
 KILLED = """

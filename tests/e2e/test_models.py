@@ -12,6 +12,13 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+import torch
+from engine_cases import engine_of, one_go
+from shared_engines import MODEL
+from tiny_families import tiny
+
+from seer.common.errors import EngineError
+from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
 from seer.local.pool_plan import import_problem
 
@@ -26,6 +33,42 @@ def test_vllm_has_every_setting_that_is_passed_on_or_refused():
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"compilation_config", *VllmSettings.__struct_fields__} - {"cudagraph_mode"} <= names
     assert VllmSettings.REFUSED.keys() <= names
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma3"])
+def test_new_weights_of_a_family_are_as_those_of_a_start(family: str, tmp_path: Path) -> None:
+    """vLLM packs some weights at a load. An engine that has loaded twice is as one that began with these."""
+    old, new = scaled(family, 1.0, tmp_path / "old"), scaled(family, 1.1, tmp_path / "new")
+    sampling, prompt = SamplingParams(max_tokens=24, ignore_eos=True), list(range(1, 30))
+    with engine_of(new, kv_blocks=40) as started:
+        expected = one_go(started, sampling, prompt=prompt)
+    with engine_of(old, kv_blocks=40) as backend:
+        before = one_go(backend, sampling, prompt=prompt)
+        for folder in (new, old, new):
+            backend.load_weights(folder, f"digest of {folder.name}")
+            after = one_go(backend, sampling, prompt=prompt)
+            assert after.tokens == (expected if folder == new else before).tokens
+        assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert before.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_weights_that_vllm_would_leave_out_are_refused(tmp_path: Path) -> None:
+    """Its loader of gpt-oss copies experts and sinks into parameters that it puts back afterwards."""
+    folder = scaled("gpt-oss", 1.0, tmp_path / "model")
+    with engine_of(folder, kv_blocks=40) as backend, pytest.raises(EngineError, match="RoutedExperts"):
+        backend.load_weights(folder, "digest")
+
+
+def scaled(family: str, scale: float, folder: Path) -> Path:
+    """Write a tiny model of a family, its weights times `scale`."""
+    model = tiny(family)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(scale)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((MODEL / file).read_bytes())
+    return folder
 
 
 def mixture(matrix: str) -> dict[str, dict]:

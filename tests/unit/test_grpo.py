@@ -22,7 +22,10 @@ import torch
 import train
 from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, shown, token_loss
 
+from seer.integrations.replayed_routing import padded_experts, replayed_routing
+
 MODEL = problems.MODEL
+MIXTURE = MODEL.parent / "mixture"
 
 
 def sample(ids: list[int], prompt: int, advantage: float = 1.0, logprob: float = -0.5) -> Sample:
@@ -35,6 +38,22 @@ def test_what_a_tool_said_carries_no_loss() -> None:
     given = dataclasses.replace(sample([1, 5, 6, 7, 8], 1), loss_mask=said)
     assert given.tokens == 2
     assert pad([given, sample([1, 5, 6], 1)])["mask"].tolist() == [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+
+
+def test_a_step_on_a_mixture_sends_tokens_where_the_engines_sent_them() -> None:
+    """By the engines' experts, the trainer's logprobs are theirs; by its own, where these differ, they are not."""
+    ids, given = (
+        [1, 5, 6, 7, 8, 9],
+        np.array([[[0, 1]] * 4, [[1, 2]] * 4, [[2, 3]] * 4, [[3, 0]] * 4, [[1, 3]] * 4]),
+    )
+    plain = Learner(MIXTURE)
+    with replayed_routing(plain.model, padded_experts([given], len(ids))):
+        engine = plain._logprobs(torch.tensor([ids]))[0].detach().numpy()
+    sampled = Sample(np.array(ids, np.int32), engine[1:], 1.0)
+    own = plain.step([sampled], 1e-3)
+    replayed = Learner(MIXTURE).step([dataclasses.replace(sampled, experts=given)], 1e-3)
+    assert replayed.gap < 1e-6 < own.gap
+    assert replayed.kl < 1e-9 < own.kl
 
 
 def weights(learner: Learner) -> list[torch.Tensor]:

@@ -44,6 +44,7 @@ from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measu
 from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
 from seer.services.engine.vllm.slot_sampler import SlotSampler
+from seer.services.engine.vllm.weight_reload import reloading
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -164,7 +165,7 @@ class SeerWorker:
 
     def seer_load_weights(self, folders: list[str]) -> None:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
-        self.reload_weights(weights_path=self._own(folders))
+        reloading(self.reload_weights, weights_path=self._own(folders))
 
     def seer_load_adapter(self, folders: list[str]) -> None:
         """Load the model of the start, with the adapter in its node's folder merged into it."""
@@ -172,7 +173,8 @@ class SeerWorker:
         config.model, config.model_weights, config.revision = base, "", None
         loader = get_model_loader(self.vllm_config.load_config)
         weights = loader.get_all_weights(config, self.model_runner.get_model())
-        self.reload_weights(weights_iterator=Adapter(Path(self._own(folders)), Path(base)).merged(weights))
+        merged = Adapter(Path(self._own(folders)), Path(base)).merged(weights)
+        reloading(self.reload_weights, weights_iterator=merged)
 
     def _own(self, folders: list[str]) -> str:
         return folders[int(self.vllm_config.parallel_config.node_rank)]
@@ -186,7 +188,7 @@ class SeerWorker:
         except (SourceLost, OSError, ValueError) as error:
             return str(error)
         try:
-            self.reload_weights(weights_iterator=receiver.tensors())
+            reloading(self.reload_weights, weights_iterator=receiver.tensors())
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned
         finally:
