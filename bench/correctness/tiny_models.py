@@ -51,6 +51,13 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=32))
 
 
+def tied() -> PreTrainedModel:
+    """Return one whose output layer is its embedding."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES | {"tie_word_embeddings": True}, head_dim=32))
+
+
 def qwen3_moe() -> PreTrainedModel:
     """Return plain attention, and experts in each layer."""
     from transformers import Qwen3MoeConfig
@@ -98,6 +105,7 @@ def gpt_oss() -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
+    "qwen3-tied": tied,
     "qwen3-moe": qwen3_moe,
     "deepseek": deepseek,
     "gemma3": gemma3,

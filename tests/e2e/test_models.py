@@ -35,7 +35,7 @@ def test_vllm_has_every_setting_that_is_passed_on_or_refused():
     assert VllmSettings.REFUSED.keys() <= names
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "qwen3-moe", "gemma3"])
 def test_new_weights_of_a_family_are_as_those_of_a_start(family: str, tmp_path: Path) -> None:
     """vLLM packs some weights at a load. An engine that has loaded twice is as one that began with these."""
     old, new = scaled(family, 1.0, tmp_path / "old"), scaled(family, 1.1, tmp_path / "new")

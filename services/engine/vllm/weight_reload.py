@@ -1,11 +1,12 @@
-"""New weights for a running model: patches of two functions of vLLM 0.32.
+"""New weights for a running model: what vLLM 0.32 leaves out of such a load.
 
-- On CPUs vLLM packs experts for the processor's instructions at the first load alone (`_setup_kernel` in
+- On CPUs it packs experts for the processor's instructions at the first load alone (`_setup_kernel` in
   fused_moe/unquantized_fused_moe_method.py); its kernels then read plain weights as packed ones. vllm#42821
   tells the same of other kernels.
+- A layer whose weights are another's, as a tied output layer, is not packed again on CPUs, either
+  (`finalize_layerwise_processing` in model_loader/reload/layerwise.py).
 - Where a model's loader copies into parameters by itself, as gpt-oss's does experts and sinks, layers keep
-  their old weights, with a line in the log (`finalize_layerwise_processing` in
-  model_loader/reload/layerwise.py).
+  their old weights on any device, with a line in the log.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from seer.common.errors import EngineError
 def reloading(load: Callable[..., None], **given: object) -> None:
     """Load weights by `load`. Raises `EngineError` if a layer got none."""
     from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.platforms import current_platform
 
-    _pack_at_each_load()
-    left_out, put_back = [], layerwise._place_kernel_tensors
+    if on_cpu := current_platform.is_cpu():
+        _pack_experts_again()
+    put_back = layerwise._place_kernel_tensors
+    loaded: set[int] = set()  # parameters
+    others: list[tuple[Any, set[int]]] = []
 
     def noted(layer: Any, info: Any) -> None:  # noqa: ANN401 - vLLM's
-        parameters, _ = info.kernel_tensors
-        if parameters and info.load_numel <= 0 and not layerwise.is_deferred_attention_layer(layer):
-            left_out.append(type(layer).__name__)
+        parameters = set(map(id, info.kernel_tensors[0].values()))
+        if info.load_numel > 0:
+            loaded.update(parameters)
+        elif not layerwise.is_deferred_attention_layer(layer):
+            others.append((layer, parameters))
         put_back(layer, info)
 
     layerwise._place_kernel_tensors = noted
@@ -35,20 +42,20 @@ def reloading(load: Callable[..., None], **given: object) -> None:
         load(**given)
     finally:
         layerwise._place_kernel_tensors = put_back
-    if left_out:
-        names = ", ".join(dict.fromkeys(left_out))
-        raise EngineError(
-            f"vLLM gave layers no new weights ({names}): it cannot update this family of models"
-        )
+    if left_out := {type(layer).__name__ for layer, parameters in others if parameters - loaded}:
+        names = ", ".join(sorted(left_out))
+        raise EngineError(f"vLLM gave layers no new weights ({names}): it cannot update this model")
+    for layer, parameters in others:
+        if on_cpu and parameters and hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
-def _pack_at_each_load() -> None:
-    """Have vLLM pack experts whenever weights are loaded, where it packs any."""
+def _pack_experts_again() -> None:
+    """Have vLLM pack experts whenever weights are loaded."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.platforms import current_platform
 
     first = UnquantizedFusedMoEMethod._setup_kernel
-    if not current_platform.is_cpu() or hasattr(first, "__wrapped__"):
+    if hasattr(first, "__wrapped__"):
         return
 
     @functools.wraps(first)

@@ -259,6 +259,7 @@ def report(log: Path | None, out: Path | None, trace: Path | None, rollout_id: s
     log = log or log_of_running()
     html = Path("report.html") if out is None and trace is None else out
     click.echo(write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id), err=True)
+    click.echo(f"wrote {' and '.join(str(file) for file in (html, trace) if file is not None)}", err=True)
 
 
 @main.command()
