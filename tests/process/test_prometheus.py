@@ -72,7 +72,8 @@ async def test_an_engine_is_killed_and_the_alert_fires(tmp_path):
     ):
         target = metrics.removeprefix("http://").removesuffix("/metrics")
         async with prometheus(tmp_path, target) as url:
-            await rolled(client, 0, 100)
+            responses = [response for group in await rolled(client, 0, 100) for response in group.responses]
+            await client.report_mismatch(responses, [response.logprobs for response in responses])
             rolling = asyncio.create_task(rolled(client, 1, 4000))
             await until(url, 'seer_engines{state="serving"} == 2 and on () seer_rollout_seconds > 0')
             await until(url, "rate(seer_tokens_total[10s]) > 0 and on () seer_eta_seconds")

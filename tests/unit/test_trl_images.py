@@ -161,7 +161,7 @@ def test_placeholders_are_never_sampled():
     processor = vision_chats.processor()
     args = SimpleNamespace(
         generation_kwargs={"logit_bias": {5: 1.0}}, max_completion_length=9, temperature=1.0, top_p=1.0, top_k=0,
-        min_p=None, repetition_penalty=1.0,
+        min_p=None, repetition_penalty=1.0, vllm_structured_outputs_regex=None,
     )  # fmt: skip
     trainer = SimpleNamespace(args=args, processing_class=processor, eos_token_ids=[2])
     biases = {processor.image_token_id: -100.0, processor.video_token_id: -100.0, 5: 1.0}
