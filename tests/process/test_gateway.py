@@ -27,7 +27,7 @@ from seer.services.engine.replay.backend import made_up_routes
 USER = {"role": "user", "content": "1 2"}
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
-    "aborting": ("gateway.on_update=abort", "gateway.client_seconds=1", "gateway.max_body_bytes=20000"),
+    "aborting": ("gateway.on_update=abort", "gateway.client_seconds=3", "gateway.max_body_bytes=20000"),
     "refusing": (
         "gateway.trust_chat_templates=true",
         "gateway.routed_experts=true",
