@@ -30,6 +30,7 @@ from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.sleep_call import SleepCall
+from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.turns.turn_journal import Journal
@@ -114,7 +115,7 @@ class RolloutClient:
         self._resubmit = False
         self._last_heard = 0.0
         self._wake = asyncio.Event()
-        self._status_waiters: list[asyncio.Future[Status]] = []
+        self._status_calls = StatusCalls()
         self._update: Update | None = None
         self._sleep_call: SleepCall | None = None
         self._wish: Sleep | None = None
@@ -369,16 +370,7 @@ class RolloutClient:
     async def status(self, timeout_seconds: float = 10.0) -> Status:
         """Return the buffer's state. Raises `Unreachable` when no answer comes in time."""
         self._check_open()
-        waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-        self._status_waiters.append(waiter)
-        try:
-            async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
-                await self._channel.send(StatusRequest())
-                return await waiter
-        except TimeoutError as error:
-            raise Unreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from error
-        finally:
-            self._status_waiters.remove(waiter)
+        return await self._status_calls.ask(self._channel.send, self.endpoint, timeout_seconds)
 
     async def report_mismatch(
         self, responses: Sequence[Response], logprobs: Sequence[npt.ArrayLike]
@@ -424,7 +416,7 @@ class RolloutClient:
                     if self._active.owes:
                         self._wake.set()
                 case Status():
-                    self._answer_status(message)
+                    self._status_calls.answer(message)
                 case Welcome():
                     self._resubmit = True
                     self._wake.set()
@@ -438,11 +430,6 @@ class RolloutClient:
                     self._uploads.answer(message)
                 case _:
                     pass
-
-    def _answer_status(self, status: Status) -> None:
-        for waiter in self._status_waiters:
-            if not waiter.done():
-                waiter.set_result(status)
 
     async def _send_due(self) -> None:
         loop = asyncio.get_running_loop()
@@ -482,7 +469,7 @@ class RolloutClient:
             await self._update.send_again(self._channel.send)
         if self._sleep_call is not None:
             await self._channel.send(self._sleep_call.request)
-        if self._status_waiters:
+        if self._status_calls.waiting:
             await self._channel.send(StatusRequest())
         for rollout in self._active:
             await self._send_prompts(rollout)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from seer.client.mismatch import divergence
 from seer.integrations.checkpoint_names import checkpoint_tensors
 from seer.integrations.replayed_routing import padded_experts, replayed_routing
 
@@ -151,7 +152,7 @@ class Learner:
         """Take one optimizer step on the mean loss over tokens; samples without advantage are skipped."""
         used = [sample for sample in samples if sample.advantage]
         tokens = sum(sample.tokens for sample in used)
-        loss = gap = corrected = kl = 0.0
+        loss, off = 0.0, [torch.zeros(0)]
         self.optimizer.zero_grad()
         for batch in batches(used, BATCH_TOKENS):
             padded = pad(batch)
@@ -160,18 +161,18 @@ class Learner:
                 logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
             part = (token_loss(logprobs, engine, padded["advantages"]) * mask).sum() / tokens
             part.backward()
-            off = (logprobs.detach() - engine) * mask
-            kl += (torch.expm1(off) - off).sum().item() / tokens
-            off = off.abs()
             loss += part.item()
-            gap += off.sum().item() / tokens
-            corrected += (off >= ROUNDING).sum().item() / tokens
+            off.append((logprobs.detach() - engine)[mask.bool()])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         if used:  # AdamW would move the weights without a gradient, too
             self.optimizer.step()
-        return StepStats(loss, float(norm), gap, corrected, kl, len(used))
+        every = torch.cat(off).double()
+        gap, corrected = every.abs().sum().item(), (every.abs() >= ROUNDING).sum().item()
+        share = 1 / max(tokens, 1)
+        kl = divergence(every.numpy()) if used else 0.0
+        return StepStats(loss, float(norm), share * gap, share * corrected, kl, len(used))
 
     def _routing(self, batch: Sequence[Sample]) -> AbstractContextManager[None]:
         """Have the forward pass send tokens to the experts that the engines chose, if they are known."""

@@ -76,7 +76,7 @@ def test_every_field_of_vllms_models_has_a_row() -> None:
     assert set(SHARED) <= {name for names in fields.values() for name in names}
 
 
-PLAIN = {"choices": [{"index": 0, "text": "1 2 3 4 5 6 7", "stop_reason": None}], "id": "a"}
+PLAIN: dict[str, Any] = {"choices": [{"index": 0, "text": "1 2 3 4 5 6 7", "stop_reason": None}], "id": "a"}
 
 
 def told(given: dict[str, Any], status: int = 200) -> Told:
@@ -86,7 +86,7 @@ def told(given: dict[str, Any], status: int = 200) -> Told:
 
 
 def text(words: str, **more: object) -> dict[str, Any]:
-    return {**PLAIN, "choices": [{**PLAIN["choices"][0], "text": words, **more}]}  # type: ignore[dict-item]
+    return {**PLAIN, "choices": [{**PLAIN["choices"][0], "text": words, **more}]}
 
 
 REFUSAL = {"error": {"message": "max_tokens = 5: give none", "param": "max_tokens"}}

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from seer.common.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 
 def reloading(load: Callable[..., None], **given: object) -> None:
@@ -27,9 +31,9 @@ def reloading(load: Callable[..., None], **given: object) -> None:
         _pack_experts_again()
     put_back = layerwise._place_kernel_tensors
     loaded: set[int] = set()  # parameters
-    others: list[tuple[Any, set[int]]] = []
+    others: list[tuple[torch.nn.Module, set[int]]] = []
 
-    def noted(layer: Any, info: Any) -> None:  # noqa: ANN401 - vLLM's
+    def noted(layer: torch.nn.Module, info: LayerReloadingInfo) -> None:
         parameters = set(map(id, info.kernel_tensors[0].values()))
         if info.load_numel > 0:
             loaded.update(parameters)
@@ -59,7 +63,7 @@ def _pack_experts_again() -> None:
         return
 
     @functools.wraps(first)
-    def packed(self: Any, layer: Any, **weights: Any) -> None:  # noqa: ANN401 - vLLM's
+    def packed(self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, **weights: torch.Tensor) -> None:
         again = self.moe_kernel is not None
         first(self, layer=layer, **weights)
         if again:

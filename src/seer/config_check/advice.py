@@ -20,12 +20,12 @@ from seer.common.process.memory import MOST, Bound, bounds
 from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
 from seer.config_check.facts import Facts, held
 from seer.config_check.settings import gib, number
+from seer.services.buffer.log.log_folder import KEPT_BYTES
+from seer.services.buffer.log.writer import LONGEST_IN_FILE
+from seer.services.buffer.response_store import TOKEN_BYTES
 
 REQUESTS_PER_SLOT = 2
 """Unfinished requests for each that runs: where one ends, another should be there to begin."""
-
-TOKEN_BYTES = 8
-"""Of a kept token with its logprob."""
 
 DRAFT_TOKENS = 1900
 """Tokens of each running request that dgds should have room for, as by default with 256 engines of 1,024."""
@@ -33,8 +33,8 @@ DRAFT_TOKENS = 1900
 VERSIONS = 2
 """Versions of the weights in the spool: the live ones, and those that a trainer streams."""
 
-LOG_BYTES = 5 * 2**29
-"""A log has 2 GiB and the file that is being written, at most 512 MiB."""
+LOG_BYTES = KEPT_BYTES + LONGEST_IN_FILE
+"""A log has its earlier files, and the one that is being written."""
 
 KV_SHARE = 0.25
 """Least share of a GPU's memory, of what an engine takes of it, that weights should leave to KV."""
