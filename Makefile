@@ -40,7 +40,7 @@ test: setup  # every claim; a part of it, as pytest takes it: make test PYTEST_A
 test-all: setup  # the same with more sizes and seeds; goes on where it was stopped: make test-all PART="matrix offsets" AGAIN=1
 	$(BIN)/python tests/parts.py --all $(if $(AGAIN),,--resume) $(PART)
 
-TREE := native/tree/group_tree.cpp native/tree/drafter.cpp native/tree/context_map.cpp
+TREE := native/tree/group_tree.cpp native/tree/context_drafter.cpp native/tree/context_map.cpp
 STEPS := tests/native/step_drafter_stress.cpp native/drafts/step_drafter.cpp $(TREE)
 SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all
 sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; needs g++ or clang++, no Python

@@ -12,9 +12,9 @@ from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
 from seer.client.results import Group, Response
+from seer.client.reward_calls import Reward, RewardMetrics, per_response
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
-from seer.client.scorer import Reward, RewardMetrics, per_response
 from seer.client.sync import (
     SyncDynamicSampling,
     SyncOpenRollout,

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
 from seer.client.image_uploads import ImageUploads
 from seer.client.mismatch import mismatch_of
-from seer.client.noise import UsedNoise
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.results import Response
@@ -34,6 +33,7 @@ from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.turns.turn_journal import Journal
+from seer.client.used_noise import UsedNoise
 from seer.client.weight_update import InFlight, Source, Update, new_call_id
 from seer.common.bounds import INT64, check_seconds, check_whole
 from seer.common.clock import LoopClock
@@ -177,8 +177,8 @@ class RolloutClient:
         """Submit prompts for n responses each; prompts without an id get their position as id.
 
         `rollout_number` is part of the noise key: a trainer that may be started again gives its step. The
-        default is above all before it, and follows from the weight version (`seer.client.noise`). Noise that
-        this client has used is refused, except with `repeat`.
+        default is above all before it, and follows from the weight version (`seer.client.used_noise`). Noise
+        that this client has used is refused, except with `repeat`.
         `weight_version` defaults to that of this client's last update, before the first to the live one.
         A trainer that was killed may submit the same prompts again, under the same `name` and `rollout_id`:
         it gets finished groups at once, and the others with the same weights, or an error. Other content

@@ -22,9 +22,16 @@ from typing import TypeAlias
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
 from seer.client.prompts import Prompt, prepare
 from seer.client.results import Group
+from seer.client.reward_calls import (
+    MAX_CONCURRENT,
+    TIMEOUT_SECONDS,
+    Reward,
+    RewardError,
+    Scorer,
+    ScoringScope,
+)
 from seer.client.rewards import RewardFailed, Scored
 from seer.client.rollout import Rollout, summary_of
-from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardError, Scorer, ScoringScope
 from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seer.client.noise import Claim, UsedNoise
 from seer.client.prompts import (
     BATCH_PROMPTS,
     Prepared,
@@ -37,6 +36,7 @@ from seer.client.prompts import (
 )
 from seer.client.results import Group, group_of, malformed, streamed_tops
 from seer.client.text import Tokenizer
+from seer.client.used_noise import Claim, UsedNoise
 from seer.common.beside import TopLogprobs
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest

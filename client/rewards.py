@@ -14,8 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from seer.client.results import Group
-from seer.client.rollout import Rollout, summary_of
-from seer.client.scorer import (
+from seer.client.reward_calls import (
     MAX_CONCURRENT,
     TIMEOUT_SECONDS,
     Reward,
@@ -25,6 +24,7 @@ from seer.client.scorer import (
     ScoringScope,
     measure,
 )
+from seer.client.rollout import Rollout, summary_of
 from seer.common.errors import RequestRefused, RolloutFailed
 
 

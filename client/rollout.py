@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 
 import numpy as np
 
-from seer.client.noise import Claim
 from seer.client.prompts import Prepared, batches, with_images
 from seer.client.results import Group, group_of, malformed
 from seer.client.text import Tokenizer
+from seer.client.used_noise import Claim
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams

@@ -40,12 +40,12 @@ from seer.common.types import SamplingParams
 from seer.local.beside import beside
 from seer.local.hardware import Hardware
 from seer.rollout.files import SLACK_TOKENS
-from seer.verify import judge as judging
 from seer.verify import run
+from seer.verify import teacher as judging
 from seer.verify.cell_run import Job, Runner
 from seer.verify.cells import choose, settled
-from seer.verify.judge import Compared
 from seer.verify.report import VERDICTS, Report
+from seer.verify.teacher import Compared
 from seer.verify.turns import Shown
 
 NONE = "none"

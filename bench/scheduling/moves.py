@@ -23,8 +23,9 @@ from typing import Any
 from msgspec import structs
 from policy_sweep import quarter
 
+from seer.common.policy.chunk_size import LEAST_CHUNK
 from seer.common.policy.placement import stay_or_least_loaded
-from seer.common.policy.schedule import LEAST_CHUNK, POLICIES, Policy
+from seer.common.policy.schedule import POLICIES, Policy
 from seer.sim import study
 from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import TUNING_SEED, WORKLOADS, Workload

@@ -28,10 +28,11 @@ from typing import Any
 
 from policy_sweep import quarter
 
+from seer.common.policy.chunk_size import default_chunk
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import POLICIES, OrderKey, Policy, default_chunk, length_quantile, oracle
+from seer.common.policy.schedule import POLICIES, OrderKey, Policy, length_quantile, oracle
 from seer.sim.bound import of_rollout
 from seer.sim.cluster import Cluster
 from seer.sim.workload import TUNING_SEED, WORKLOADS, Workload

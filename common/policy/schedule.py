@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from seer.common.policy.chunk_size import default_chunk
 from seer.common.policy.length import Estimate
 from seer.common.policy.placement import (
     Place,
@@ -35,15 +36,6 @@ from seer.common.policy.request import RequestView
 
 OrderKey = tuple[float, ...]
 Order = Callable[[RequestView, Estimate], OrderKey]
-
-CHUNKS_TO_CAP = 64
-LEAST_CHUNK = 256
-"""Unless a chunk size is given, it is a response's cap / `CHUNKS_TO_CAP`, and at least `LEAST_CHUNK` tokens.
-
-Shorter chunks reserve less KV that stays unused, but there are more of them, and each costs the buffer and
-the engine some work: half the size ends rollouts up to 0.7 % sooner, twice the size 1 % later
-(bench/scheduling/moves.py).
-"""
 
 FAIR_DISPATCHES = 512
 """One dispatch in this many goes to the request that has waited longest, which bounds waiting."""
@@ -103,11 +95,6 @@ class Policy:
         if not self.chunked:
             return request.remaining
         return min(chunk_size or default_chunk(request.max_tokens), request.remaining)
-
-
-def default_chunk(cap: int) -> int:
-    """Return a chunk's tokens where no size is configured, for responses of at most `cap` tokens."""
-    return max(LEAST_CHUNK, cap // CHUNKS_TO_CAP)
 
 
 def length_quantile(estimate: Estimate, generated: int, cap: int, chance: float = TAIL_PROBABILITY) -> float:

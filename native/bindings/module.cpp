@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "bindings/modules.hpp"
-#include "sampler/kernels.hpp"
+#include "sampler/simd_kernels.hpp"
 #include "sampler/sampler.hpp"
 
 namespace nb = nanobind;

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "tree/drafter.hpp"
+#include "tree/context_drafter.hpp"
 #include "tree/group_tree.hpp"
 
 namespace nb = nanobind;
@@ -32,10 +32,10 @@ std::span<const int32_t> span_of(const Tokens& tokens) { return {tokens.data(), 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
 DraftOptions options_of(int64_t max_tokens, int64_t top_k, double min_score, std::optional<int64_t> max_depth) {
-    const int64_t depth = max_depth.value_or(seer::Drafter::kMaxTokens);
-    if (max_tokens < 0 || max_tokens > seer::Drafter::kMaxTokens)
+    const int64_t depth = max_depth.value_or(seer::ContextDrafter::kMaxTokens);
+    if (max_tokens < 0 || max_tokens > seer::ContextDrafter::kMaxTokens)
         refuse("max_tokens is " + std::to_string(max_tokens) + "; must be 0 to " +
-               std::to_string(seer::Drafter::kMaxTokens));
+               std::to_string(seer::ContextDrafter::kMaxTokens));
     if (top_k < 1 || top_k > UINT32_MAX) refuse("top_k is " + std::to_string(top_k) + "; must be at least 1");
     if (depth < 1 || depth > UINT32_MAX) refuse("max_depth is " + std::to_string(depth) + "; must be at least 1");
     if (!(min_score >= 0.0 && min_score <= 1.0))
@@ -63,7 +63,7 @@ void append(GroupTree& tree, int64_t request, int64_t previous, std::span<const 
 }  // namespace
 
 void bind_group_tree(nb::module_& m) {
-    m.attr("MAX_DRAFT_TOKENS") = static_cast<uint32_t>(seer::Drafter::kMaxTokens);
+    m.attr("MAX_DRAFT_TOKENS") = static_cast<uint32_t>(seer::ContextDrafter::kMaxTokens);
     nb::class_<Draft>(m, "Draft")
         .def_ro("token_ids", &Draft::token_ids)
         .def_ro("parents", &Draft::parents)

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <thread>
 
-#include "tree/drafter.hpp"
+#include "tree/context_drafter.hpp"
 
 namespace seer {
 namespace {
@@ -51,8 +51,8 @@ uint32_t append_and_draft(const Said& group, const Said& common, std::span<const
     if (common.tree == nullptr || common.request < 0) return count;
     common.tree->append(common.request, common.previous, common.fresh);
     if (options.max_tokens == 0) return count;
-    std::array<int32_t, Drafter::kMaxTokens> token_ids, parents;
-    std::array<float, Drafter::kMaxTokens> scores;
+    std::array<int32_t, ContextDrafter::kMaxTokens> token_ids, parents;
+    std::array<float, ContextDrafter::kMaxTokens> scores;
     const uint32_t others = common.tree->draft(context, common.request, options, {token_ids, parents, scores});
     if (expected({scores.data(), others}) <= expected(out.scores.first(count))) return count;
     std::copy_n(token_ids.begin(), others, out.token_ids.begin());
@@ -72,7 +72,7 @@ uint32_t cut(std::span<const int32_t> path, std::span<const int32_t> stop_ids, i
 
 // The same for a tree: parents come before their children.
 uint32_t cut_tree(const DraftView& tree, uint32_t count, std::span<const int32_t> stop_ids, int32_t placeholder) {
-    std::array<int32_t, Drafter::kMaxTokens> moved;  // old places to new ones
+    std::array<int32_t, ContextDrafter::kMaxTokens> moved;  // old places to new ones
     uint32_t kept = 0;
     for (uint32_t i = 0; i < count; ++i) {
         const int32_t token = tree.token_ids[i], old = tree.parents[i], parent = old < 0 ? -1 : moved[static_cast<size_t>(old)];
@@ -90,7 +90,7 @@ uint32_t cut_tree(const DraftView& tree, uint32_t count, std::span<const int32_t
 
 // Writes a tree's paths one after the other, of `places` each and with one between them; what is no token is left.
 void flatten(const DraftView& tree, uint32_t count, size_t places, size_t paths, const DraftView& out) {
-    std::array<int32_t, Drafter::kMaxTokens + 1> best;  // child of each token, of the root last
+    std::array<int32_t, ContextDrafter::kMaxTokens + 1> best;  // child of each token, of the root last
     best.fill(-1);
     const auto below = [&](int32_t token) -> int32_t& { return token < 0 ? best.back() : best[static_cast<size_t>(token)]; };
     for (uint32_t i = 0; i < count; ++i)
@@ -163,7 +163,8 @@ int64_t StepDrafter::set(size_t at, const SlotRequest& request, std::shared_ptr<
     std::ranges::sort(slot.stop_ids);
     slot.placeholder = request.placeholder;
     const auto kept = request.tokens.subspan(request.prompt_length - slot.prompt);
-    const size_t most = slot.prompt + static_cast<size_t>(std::max<int64_t>(slot.end, 0)) + 2 * Drafter::kMaxTokens;
+    const size_t end = static_cast<size_t>(std::max<int64_t>(slot.end, 0));
+    const size_t most = slot.prompt + end + 2 * ContextDrafter::kMaxTokens;
     slot.tokens.reserve(std::max(kept.size(), std::min(most, kReserve)));  // so that no step has to
     slot.tokens.assign(kept.begin(), kept.end());
     const auto output = slot.output();
@@ -291,14 +292,14 @@ uint32_t StepDrafter::draft(Slot& slot, std::span<const int32_t> sampled, const 
         DraftOptions options{};
         options.top_k = static_cast<uint32_t>(step.paths);
         const size_t depth = std::min(room, step.is_flat() ? step.places() : step.k);
-        options.max_depth = static_cast<uint32_t>(std::min(depth, size_t{Drafter::kMaxTokens}));
-        options.max_tokens = static_cast<uint32_t>(std::min(step.is_flat() ? depth * step.paths : depth, size_t{Drafter::kMaxTokens}));
+        options.max_depth = static_cast<uint32_t>(std::min(depth, size_t{ContextDrafter::kMaxTokens}));
+        options.max_tokens = static_cast<uint32_t>(std::min(step.is_flat() ? depth * step.paths : depth, size_t{ContextDrafter::kMaxTokens}));
         const auto told = static_cast<int64_t>(slot.told);
         const auto fresh = output.subspan(slot.told);
         const Said group{slot.tree.get(), slot.learns ? slot.index : -1, told, fresh};
         const Said common{common_.get(), slot.common_name, told, fresh};
-        std::array<int32_t, Drafter::kMaxTokens> token_ids, parents;
-        std::array<float, Drafter::kMaxTokens> scores;
+        std::array<int32_t, ContextDrafter::kMaxTokens> token_ids, parents;
+        std::array<float, ContextDrafter::kMaxTokens> scores;
         const DraftView view = step.is_flat() ? DraftView{token_ids, parents, scores} : out;
         const uint32_t count = append_and_draft(group, common, slot.tokens, options, view);
         slot.told = output.size();

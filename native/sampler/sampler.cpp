@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "sampler/kernels.hpp"
+#include "sampler/simd_kernels.hpp"
 #include "sampler/select.hpp"
 
 namespace seer {

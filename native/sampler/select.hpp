@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "sampler/kernels.hpp"
+#include "sampler/simd_kernels.hpp"
 
 namespace seer {
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "tree/context_hash.hpp"
-#include "tree/drafter.hpp"
+#include "tree/context_drafter.hpp"
 
 namespace seer {
 namespace {
@@ -131,7 +131,7 @@ uint32_t GroupTree::draft(int64_t id, const DraftOptions& options, const DraftVi
         throw std::invalid_argument("request " + std::to_string(id) + " is unknown: append to it, or pass a context");
     Context context;
     context.size = store_.last(request->second.tail, context.newest_first);
-    return Drafter(store_, contexts_, occurrences_).draft(context.view(), request->second.owner, options, out);
+    return ContextDrafter(store_, contexts_, occurrences_).draft(context.view(), request->second.owner, options, out);
 }
 
 uint32_t GroupTree::draft(std::span<const int32_t> tokens, int64_t own, const DraftOptions& options,
@@ -140,13 +140,13 @@ uint32_t GroupTree::draft(std::span<const int32_t> tokens, int64_t own, const Dr
     const std::shared_lock lock(mutex_);
     const auto request = requests_.find(own);
     const uint32_t owner = request != requests_.end() ? request->second.owner : kNone;
-    return Drafter(store_, contexts_, occurrences_).draft(context.view(), owner, options, out);
+    return ContextDrafter(store_, contexts_, occurrences_).draft(context.view(), owner, options, out);
 }
 
 std::vector<std::pair<uint32_t, int32_t>> GroupTree::matches(std::span<const int32_t> tokens) const {
     const Context context(tokens);
     const std::shared_lock lock(mutex_);
-    Drafter drafter(store_, contexts_, occurrences_);
+    ContextDrafter drafter(store_, contexts_, occurrences_);
     std::vector<std::pair<uint32_t, int32_t>> found;
     for (const Match& match : drafter.find(context.view())) found.emplace_back(match.length, store_.token(match.next));
     return found;

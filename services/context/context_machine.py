@@ -28,7 +28,7 @@ from itertools import islice
 from seer.common.policy.draft_costs import GROUP_WEIGHT, Acceptance, to_percent
 from seer.common.policy.length import Estimate, EstimateError, Estimator, Evidence, Longest
 from seer.common.wire import BufferPublished, GroupClosed, GroupOpened, RequestProgress
-from seer.services.context.past_prompts import PastPrompts
+from seer.services.context.past_lengths import PastPrompts
 
 MIN_RATE_CHANGE = 5
 """Percentage points by which an acceptance rate must move to be published again."""

@@ -12,12 +12,12 @@
 #include <thread>
 #include <vector>
 
-#include "tree/drafter.hpp"
+#include "tree/context_drafter.hpp"
 #include "tree/group_tree.hpp"
 
 namespace {
 
-using seer::Drafter;
+using seer::ContextDrafter;
 using seer::GroupTree;
 using Stream = std::vector<int32_t>;
 
@@ -30,8 +30,8 @@ void require(bool holds, const char* what) {
 uint32_t below(std::mt19937& random, uint32_t limit) { return static_cast<uint32_t>(random()) % limit; }
 
 struct Drafted {
-    std::array<int32_t, Drafter::kMaxTokens> token_ids, parents;
-    std::array<float, Drafter::kMaxTokens> scores;
+    std::array<int32_t, ContextDrafter::kMaxTokens> token_ids, parents;
+    std::array<float, ContextDrafter::kMaxTokens> scores;
     seer::DraftView view() { return {token_ids, parents, scores}; }
 };
 
@@ -73,7 +73,7 @@ void one_thread(uint32_t seed) {
         }
         require(tree.length(request) == static_cast<int64_t>(known.size()), "a stream is as long as it was told");
         Drafted by_request, by_context;
-        const seer::DraftOptions options{below(random, Drafter::kMaxTokens + 1), below(random, 40) + 1, below(random, 9), 0.0};
+        const seer::DraftOptions options{below(random, ContextDrafter::kMaxTokens + 1), below(random, 40) + 1, below(random, 9), 0.0};
         const uint32_t count = tree.draft(request, options, by_request.view());
         check_draft(by_request, count, options);
         if (known.size() < seer::kMaxContext) continue;

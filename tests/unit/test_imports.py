@@ -27,7 +27,7 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate", "verl
         "seer.services.dgds.server",
         "seer.services.engine.server",
         "seer.services.pool.master",
-        "seer.services.pool.memory_service",
+        "seer.services.pool.owner",
     ],
 )
 def test_light_modules_import_nothing_heavy(module):

@@ -16,10 +16,10 @@ from seer.common.config import Config, PoolConfig
 from seer.common.errors import Unreachable
 from seer.common.pool_metrics import ANSWER_SECONDS
 from seer.services.pool import master as master_module
-from seer.services.pool import memory_service as owner_module
+from seer.services.pool import owner as owner_module
 from seer.services.pool.master import PoolMaster
 from seer.services.pool.memory_process import READY
-from seer.services.pool.memory_service import MISSING_SECONDS, Folder, PoolOwner
+from seer.services.pool.owner import MISSING_SECONDS, Folder, PoolOwner
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError
 from seer.services.pool.supervisor import HEALTHY_SECONDS, LONGEST_SECONDS, supervise
 

@@ -19,9 +19,9 @@ from seer.client import (
     Scores,
     per_response,
 )
-from seer.client.noise import UsedNoise
 from seer.client.prompts import prepare
-from seer.client.scorer import measure
+from seer.client.reward_calls import measure
+from seer.client.used_noise import UsedNoise
 from seer.common.wire import GroupDone
 
 N = 3

@@ -24,14 +24,12 @@ from seer.local.system import LaunchError
 from seer.verify import run
 from seer.verify.cell_run import CellRun, Job, Runner
 from seer.verify.cells import CELLS, Cell
-from seer.verify.compare import (
+from seer.verify.compare import Mismatch, compare, logprob_tolerance
+from seer.verify.numeric_or_bug import (
     Evidence,
-    Mismatch,
-    compare,
     explaining_error,
     judge_token,
     logprob_deviation,
-    logprob_tolerance,
     measured_error,
 )
 from seer.verify.report import CellReport, Fault, Report

@@ -43,8 +43,6 @@ COMMANDS = (
     _service("dgds", "Run the dgds: token streams of groups, shared between engines for drafts."),
     _service("engine", "Run an engine: one model replica."),
     _service("pool-master", "Run the KV pool's master: supervises Mooncake's own.", "services.pool.master"),
-    _service(
-        "pool-owner", "Run the provider of the KV pool's memory and disk.", "services.pool.memory_service"
-    ),
+    _service("pool-owner", "Run the provider of the KV pool's memory and disk.", "services.pool.owner"),
     _service("gateway", "Run the gateway: vLLM's HTTP for trainers and agents.", "gateway.server"),
 )

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from seer.common.errors import InvalidField
-from seer.common.policy.schedule import default_chunk
+from seer.common.policy.chunk_size import default_chunk
 from seer.rollout.files import check_writable, write_report
 from seer.sim.files import load_workload
 from seer.sim.paper import Figures, figures

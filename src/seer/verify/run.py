@@ -44,9 +44,9 @@ from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, Sampled, block_size, choose, sequences, settled
 from seer.verify.compare import compare, logprob_tolerance
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
-from seer.verify.judge import Compared, in_process, judge
 from seer.verify.parameters import every_parameter, structured
 from seer.verify.report import CellReport, Fault, Report, show
+from seer.verify.teacher import Compared, in_process, judge
 
 TRIES = 2
 """A cell that does not exercise what it is there for, though it should, is run so often."""

@@ -1,4 +1,4 @@
-"""Verdicts on token mismatches, by engines in this process that are forced along the reference.
+"""The teacher: engines in this process, forced along the reference, give every token mismatch its verdict.
 
 Invariants:
 - no engine is loaded unless there is something to judge, and one at a time;
@@ -27,7 +27,7 @@ from seer.common.config import Config, EngineConfig
 from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import PlacedImage
-from seer.verify.compare import Evidence, judge_token, logprob_deviation
+from seer.verify.numeric_or_bug import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
 from seer.verify.turns import Shown
 

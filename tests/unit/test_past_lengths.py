@@ -7,7 +7,7 @@ import pytest
 
 from seer.common.policy.length import PastLengths, Posterior
 from seer.services.context.context_machine import EstimateMachine
-from seer.services.context.past_prompts import DECAY, PastPrompts
+from seer.services.context.past_lengths import DECAY, PastPrompts
 
 PROMPT, CAP = 512, 40_000
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from virtual_time import virtual
 
 from seer.client import InvalidField, Prompt, RolloutClient, SamplingParams
-from seer.client.noise import ROLLOUTS_PER_VERSION, UsedNoise
+from seer.client.used_noise import ROLLOUTS_PER_VERSION, UsedNoise
 from seer.common.types import TurnSpec
 from seer.common.wire import Message, Refused, Submit
 

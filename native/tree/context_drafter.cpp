@@ -1,4 +1,4 @@
-#include "tree/drafter.hpp"
+#include "tree/context_drafter.hpp"
 
 #include <algorithm>
 
@@ -17,7 +17,7 @@ uint32_t weight(uint32_t length) {
 
 }  // namespace
 
-std::span<const Match> Drafter::find(std::span<const int32_t> newest_first) {
+std::span<const Match> ContextDrafter::find(std::span<const int32_t> newest_first) {
     std::array<uint32_t, kLevels.size()> hashes;
     size_t reach = 0;
     uint64_t hash = 0, power = 1;
@@ -53,7 +53,7 @@ std::span<const Match> Drafter::find(std::span<const int32_t> newest_first) {
     return {found_.data(), count};
 }
 
-void Drafter::look_up_path(uint32_t node) {
+void ContextDrafter::look_up_path(uint32_t node) {
     std::array<int32_t, kMaxContext> newest_first;
     uint32_t count = 0;
     for (uint32_t n = node; n > 0 && count < kMaxContext; n = nodes_[n].parent) newest_first[count++] = nodes_[n].token;
@@ -64,7 +64,7 @@ void Drafter::look_up_path(uint32_t node) {
 }
 
 // Finds the places of a node: those of its parent that agree with its token, or else those of its path.
-void Drafter::follow(uint32_t index) {
+void ContextDrafter::follow(uint32_t index) {
     Node& node = nodes_[index];
     node.first_place = place_count_;
     const Node& parent = nodes_[node.parent];
@@ -78,7 +78,7 @@ void Drafter::follow(uint32_t index) {
     node.places = place_count_ - node.first_place;
 }
 
-void Drafter::propose(uint32_t index, const DraftOptions& options) {
+void ContextDrafter::propose(uint32_t index, const DraftOptions& options) {
     follow(index);
     const Node& node = nodes_[index];
     std::array<int32_t, kMaxMatches> tokens;
@@ -105,7 +105,7 @@ void Drafter::propose(uint32_t index, const DraftOptions& options) {
     }
 }
 
-uint32_t Drafter::draft(std::span<const int32_t> newest_first, uint32_t owner, const DraftOptions& options, const DraftView& out) {
+uint32_t ContextDrafter::draft(std::span<const int32_t> newest_first, uint32_t owner, const DraftOptions& options, const DraftView& out) {
     context_ = newest_first;
     owner_ = owner;
     nodes_[0] = {0, 0, 0, 0, 0, 0, 1.0};

@@ -1,4 +1,4 @@
-// Included by kernels.cpp once per instruction set, inside a namespace of its own.
+// Included by simd_kernels.cpp once per instruction set, inside a namespace of its own.
 
 #define SEER_INLINE [[gnu::always_inline]] inline
 

@@ -1,4 +1,4 @@
-#include "sampler/kernels.hpp"
+#include "sampler/simd_kernels.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -26,7 +26,7 @@ constexpr float kNegligible = 1e-13f;  // of the row's largest term: 10^6 of the
 
 #define SEER_AVX2 0
 namespace base {
-#include "sampler/kernels.inl"
+#include "sampler/simd_kernels.inl"
 }
 #undef SEER_AVX2
 }  // namespace
@@ -39,7 +39,7 @@ namespace base {
 namespace seer {
 namespace {
 namespace avx2 {
-#include "sampler/kernels.inl"
+#include "sampler/simd_kernels.inl"
 }
 }  // namespace
 }  // namespace seer

@@ -16,13 +16,13 @@
 
 namespace seer {
 
-class Drafter {
+class ContextDrafter {
   public:
     static constexpr uint32_t kMaxTokens = 128;  // of a draft
     static constexpr uint32_t kMaxMatches = 16;  // places used; 32 take a third longer, for 0.2 % more acceptance
     static constexpr uint32_t kMaxForks = 4;     // alternatives after one token
 
-    Drafter(const TokenStore& store, const ContextMap& contexts, const Occurrences& occurrences)
+    ContextDrafter(const TokenStore& store, const ContextMap& contexts, const Occurrences& occurrences)
         : store_(store), contexts_(contexts), occurrences_(occurrences) {}
 
     // Places where the context occurred, longest level first, newest first within a level; valid until the next call.

@@ -1,6 +1,6 @@
 """Response lengths of earlier groups of the same prompts, which only order work: no token depends on them.
 
-Invariants (tests/unit/test_context_memory.py asserts them):
+Invariants (tests/unit/test_past_lengths.py asserts them):
 - only groups whose responses all finished are remembered: in other groups the short responses finished first;
 - at most `bound` prompts are remembered, the most recently opened or closed ones;
 - a group weighs `DECAY` times as much as the next group of its prompt, whatever the sizes of both.

@@ -3,7 +3,7 @@
 The noise of a token follows from seed, rollout number, the group's name, the index in it and the position
 (docs/same-tokens.md). Neither the prompt before the token nor the weights make a difference.
 
-Invariants (tests/unit/test_noise.py):
+Invariants (tests/unit/test_used_noise.py):
 - a response that is under way, or has come, keeps its noise: whoever asks for the same noise again is
   refused, or says that the request is a repetition. A response that failed or was cancelled gives its noise
   back: asking again is a retry;
