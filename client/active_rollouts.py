@@ -62,7 +62,7 @@ class ActiveRollouts:
 
     @property
     def open(self) -> list[OpenRollout]:
-        """Those that take prompts as they come."""
+        """The rollouts that take prompts as they come."""
         return [rollout for rollout in self._active.values() if isinstance(rollout, OpenRollout)]
 
     def add(self, rollout: AnyRollout, deadline: float | None) -> None:

@@ -251,7 +251,7 @@ class RolloutClient:
         """Return a rollout of n trajectories of many turns for each prompt; `run(agent)` runs them.
 
         A trajectory has at most `max_context` tokens, prompt included. Updates of weights wait for a
-        trajectory's next turn up to `idle_seconds`, then go ahead: it fails if it comes back. At most
+        trajectory's next turn up to `idle_seconds`, then go ahead, and a later turn fails. At most
         `max_open` agents are under way. `journal`: a file that keeps what environments said, for a trainer
         that is started again. The other parameters are those of `submit`. Raises `InvalidField` before
         anything is sent.

@@ -2,8 +2,8 @@
 
 Invariants (tests/unit/test_image_uploads.py):
 - an image is sent once, however many prompts and rollouts show it at a time, and not at all if the buffer has
-  it; after a loss it goes on from where the buffer says. The buffer is asked after each submission: what it
-  had before, it may have dropped;
+  it; after a loss the upload goes on from where the buffer says. The buffer is asked after each submission:
+  it may have dropped an image that it had before;
 - an image that the buffer does not take fails the prompts that show it, by name, and nothing else;
 - at most `IMAGES_AT_ONCE` are on their way, a part of each.
 """
@@ -94,11 +94,11 @@ class ImageUploads:
         # Bounded by the images of prompts that are under way.
         self._queue: asyncio.Queue[PreparedImage] = asyncio.Queue()
         self._pending: set[str] = set()  # queued, or on their way
-        self._again: set[str] = set()  # those of them that prompts show which were submitted since
+        self._again: set[str] = set()  # pending images of prompts that were submitted since
         self._answers: dict[str, asyncio.Future[ImageState]] = {}
 
     def add(self, images: Iterable[Placed]) -> None:
-        """Send what the buffer lacks of these: it knows by now which prompts show them."""
+        """Send what the buffer lacks of these images: the buffer knows by now which prompts show them."""
         for name, one in {each.image.name: each.image for each in images}.items():
             if name not in self._pending:
                 self._pending.add(name)

@@ -103,7 +103,7 @@ class Rollout:
 
     @property
     def failure(self) -> RequestRefused | None:
-        """One error that names every prompt that failed so far; its class if they all share one."""
+        """One error that names every prompt that failed so far; of the errors' class, if they share one."""
         if not self._failures:
             return None
         classes = {cls for cls, _ in self._failures.values()}

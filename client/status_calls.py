@@ -11,7 +11,7 @@ from seer.common.wire import Status, StatusRequest
 
 
 class StatusCalls:
-    """`waiting`: those who have asked and have no answer."""
+    """`waiting`: calls that have no answer yet."""
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[Status]] = []

@@ -1,4 +1,4 @@
-"""The mover of bytes: files that come in parts, who gives parts of them away, and who fetches them.
+"""The mover of bytes: files that come in parts, and the processes that give parts away and fetch parts.
 
 Invariants (tests/unit/test_blobs.py, tests/cluster/test_fan_out.py, tests/cluster/test_weight_copies.py):
 - a blob has exactly the parts whose checksums were right, and no part is asked for again once it is there;
@@ -105,8 +105,8 @@ def on_this_machine(state: wire.SpoolState) -> bool:
 class Blob:
     """A file of `size` bytes in `folder` that comes in parts, in any order, and is read meanwhile.
 
-    `token` is in its notes, by which readers on this machine know the folder; empty: they do not use it.
-    The first `have` bytes are there without gaps.
+    `token` is in the blob's notes: by it readers on this machine know the folder; empty: no reader uses the
+    folder. The first `have` bytes are there without gaps.
     """
 
     def __init__(self, name: str, size: int, folder: Path, token: str = "", have: int = 0) -> None:
@@ -250,8 +250,8 @@ class Turns:
 class Readers:
     """Answers who reads blobs, the disk `AT_ONCE` of them at a time.
 
-    At most `most` questions wait; those beyond it are asked again.
-    `find(name)` returns a blob, or why there is none; empty: it has not begun.
+    At most `most` questions wait; readers ask the others again.
+    `find(name)` returns a blob, or why there is none; empty: the blob has not begun.
     """
 
     def __init__(self, find: Callable[[str], Blob | str], most: int) -> None:
@@ -332,11 +332,11 @@ class Asked(ABC):
     ) -> None:
         self.name, self._send, self._receive = name, send, receive
         self.silent = 0.0
-        """Seconds for which it has been asked in vain."""
+        """Seconds for which the source has been asked in vain."""
         self.had: int | None = None
-        """Bytes that it had when it last said so."""
+        """Bytes that the source had by its latest answer."""
         self.size = 0
-        """Bytes of the blob, once it said so."""
+        """Bytes of the blob, once the source said so."""
 
     @abstractmethod
     async def patience(self) -> float:

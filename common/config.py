@@ -221,7 +221,7 @@ class EngineConfig(Section, frozen=True):
     nodes: Annotated[int, Within(1, 4096)] = 1
     """Machines that its ranks are on, equally many on each; all run `seer engine`: docs/models.md."""
     node_rank: Annotated[int, Within(0, 4095)] = 0
-    """Which of them this one is. That of 0, the leader, is the engine; others have further ranks of it."""
+    """Number of this machine. Machine 0, the leader, is the engine; the others run its further ranks."""
     leader: str = ""
     """Where they meet, an address of the leader: `tcp://host:port`."""
     kv_blocks: Count | None = None
@@ -256,7 +256,7 @@ class EngineConfig(Section, frozen=True):
     in_place_updates: bool = False
     """Let trainers write over live weights, whose bytes are not checked then: docs/weights.md#in-place."""
     in_place_seconds: Seconds = 300.0
-    """Deadline for that: an engine that has not received all by then ends, and starts again."""
+    """Deadline for such an update: an engine that lacks weights then ends, and starts again."""
     load_seconds: Seconds = 900.0
     """Deadline for loading the model."""
     image_bytes: Bytes = 4 * 2**30
@@ -269,7 +269,7 @@ class EngineConfig(Section, frozen=True):
 
 
 POOL_SHARE = 0.1
-"""Default bound on a pool owner's memory, as a share of free memory; it is allocated as it is used."""
+"""Default bound on a pool owner's memory, as a share of free memory; the memory is allocated as it fills."""
 
 
 class PoolConfig(Section, frozen=True):

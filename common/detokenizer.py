@@ -41,7 +41,7 @@ class Detokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, *, skip_special: bool = True) -> Detokenizer:  # noqa: ANN401
-        """Return that of a `tokenizers.Tokenizer`, of what has one, or of anything else that has `decode`."""
+        """Return the detokenizer of a `tokenizers.Tokenizer`, its wrapper, or anything with `decode`."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if hasattr(backend, "get_added_tokens_decoder"):
             decode: Decode = functools.partial(backend.decode, skip_special_tokens=skip_special)
@@ -84,7 +84,7 @@ class TextSteps:
 
     def __init__(self, texts: Detokenizer, prompt: Sequence[int]) -> None:
         self._texts = texts
-        # The tokens whose text later ones may add to. Those of the prefix, `_known` of them, have had theirs.
+        # Tokens whose text later tokens may add to. The first `_known`, the prefix, have had their text.
         self.window: list[int] = []
         self.prefix = ""
         self._known = 0
@@ -105,7 +105,7 @@ class TextSteps:
         return len(self.window) > self._known
 
     def step(self, token: int) -> str:
-        """Return the text that the next token adds, with that of earlier ones that waited for it."""
+        """Return the text that the next token adds, with the text of earlier tokens that waited for it."""
         decode = self._texts.decode
         if not self.prefix and self.window:
             text = decode(self.window)

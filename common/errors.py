@@ -97,7 +97,7 @@ class Unreachable(SeerError):  # noqa: N818 - reads as what it says at the call 
 
 
 class Unauthorized(Unreachable):
-    """A peer does not admit this process: its key, or that of the peer, is not the one expected."""
+    """A peer does not admit this process: this process's key, or the peer's, is not the expected key."""
 
     code = "unauthorized"
 

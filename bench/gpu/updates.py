@@ -135,7 +135,7 @@ class Trainer:
         return False
 
     async def wake_short(self) -> bool:
-        """Wake while the trainer has nearly all memory: an error by name; then it frees it, and they wake."""
+        """Wake while the trainer has nearly all memory: an error by name; then free the memory, and wake."""
         await self.client.sleep(level=1)
         free, _ = torch.cuda.mem_get_info()
         taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")

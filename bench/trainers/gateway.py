@@ -63,7 +63,7 @@ def pin(pids: list[int], core: int) -> None:
 
 
 class Server:
-    """One side: where it listens, and its processes by what they do."""
+    """One side: its address, and its processes by their role."""
 
     def __init__(self, url: str, processes: dict[str, list[int]]) -> None:
         self.url = url

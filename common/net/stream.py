@@ -257,7 +257,7 @@ class StreamSubscriber(Generic[P, S]):
         _log.info("fetching a snapshot", endpoint=self._endpoints[0], why=why)
 
     def _start_from(self, snapshot: S) -> None:
-        # The snapshot was requested after these incarnations were seen: if it has another, they are past.
+        # The snapshot was requested after these incarnations were seen: those that it does not have are past.
         until = self._clock.now() + RETIRED_SECONDS
         past = self._suspect | ({self._position.incarnation} if self._position else set())
         self._retired = dict.fromkeys(past - {snapshot.incarnation}, until)

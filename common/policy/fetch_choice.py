@@ -45,7 +45,7 @@ what a fetch costs the machine besides is not simulated.
 """
 
 LEAST_TOKENS = 128
-"""A step that computes fewer says little of long prefills: its cost hardly depends on them."""
+"""A step that computes fewer tokens says little of long prefills: its cost hardly depends on the tokens."""
 
 LEAST_SHARE = 0.75
 """Share of prefill in a step's tokens; in other steps, decoding takes most of the time."""
@@ -62,7 +62,7 @@ class FetchChoice:
         self._under_way = 0  # loads that were ordered, and have neither come nor failed
 
     def step(self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], seconds: float) -> None:
-        """Count a step: its tokens by request, those drafted among them, and how long it took."""
+        """Count a step: its tokens by request, the drafted tokens among them, and how long the step took."""
         prefill = sum(tokens - 1 - len(drafts.get(name, ())) for name, tokens in scheduled.items())
         if prefill >= max(LEAST_TOKENS, LEAST_SHARE * sum(scheduled.values())):
             self._computed.append(seconds / prefill)

@@ -72,7 +72,7 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """`size` bytes with tensors; `memory` has them already, else they are broadcast."""
+    """`size` bytes with tensors; `memory` holds the bytes already, else the bytes are broadcast."""
 
     size: _Size
     tensors: list[PlannedTensor]

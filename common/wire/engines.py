@@ -47,11 +47,11 @@ from seer.common.wire.weights import (
 class Register(Message, tag=True):
     """An engine is loaded and ready for work, with these weights.
 
-    `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
-    `node` names its machine. It sends streams of weights on to other engines at `weights_endpoint`; empty: it
-    sends none. `sleeping`: what of it sleeps. An engine that dropped its weights has version -1;
-    `dropped_version` is theirs, and digest and source are, too. -1: it dropped none. `wish`: that of the last
-    `Sleep` that named one; 0: none did.
+    `weights_source` is the `source` of the weights' update; empty: the model that the engine was started
+    with. `node` names the engine's machine. The engine sends streams of weights on to other engines at
+    `weights_endpoint`; empty: it sends none. `sleeping`: what of the engine sleeps. An engine that dropped
+    its weights has version -1; `dropped_version`, digest and source are those of the dropped weights. -1: it
+    dropped none. `wish`: the wish of the last `Sleep` that named one; 0: none did.
     """
 
     capacity: Capacity
@@ -139,7 +139,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
 class ChunkTokens(msgspec.Struct, array_like=True):
     """`count` tokens of the flat arrays of a `ChunksDone`, of a chunk that goes on: those after `start`.
 
-    `beside`: what is known already of what comes beside them.
+    `beside`: sizes of what comes beside the tokens, as far as known.
     """
 
     request_id: str

@@ -1,7 +1,8 @@
-"""Between the nodes of one engine whose ranks are on several machines: each node to the leader's.
+"""Between the nodes of one engine whose ranks are on several machines: each node talks to the leader.
 
-The leader has the engine itself. A node tells what it would start its ranks with, starts them when the leader
-says so, and reads new weights for them. Both send `Ping` every second; either ends when the other is silent.
+The leader has the engine itself. Another node tells the settings that it would start its ranks with, starts
+the ranks when the leader says so, and reads new weights for its ranks. Both send `Ping` every second; either
+ends when the other is silent.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from seer.client.turns import Trajectory
 
 Tool = Literal["own", "swapped", "none"]
-"""Whose answer an agent is shown: its own, that of its next sibling, or nobody's."""
+"""Whose answer an agent is shown: its own answer, the answer of its next sibling, or none."""
 
 CALL_TOKENS = 12
 ANSWER_TOKENS = 9

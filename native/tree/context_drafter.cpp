@@ -63,7 +63,7 @@ void ContextDrafter::look_up_path(uint32_t node) {
         add_place(match.next, weight(match.length) * (store_.owner(match.next) == owner_ ? kOwn : 1));
 }
 
-// Finds the places of a node: those of its parent that agree with its token, or else those of its path.
+// Finds the places of a node: the parent's places that agree with the node's token, or else places of the node's path.
 void ContextDrafter::follow(uint32_t index) {
     Node& node = nodes_[index];
     node.first_place = place_count_;

@@ -80,7 +80,7 @@ class EngineConnections:
                 self._peers.registered[address] = session
             elif name not in self._weights:
                 if self._peers.registered.get(address) == session:
-                    # It was removed since it registered: it has to register again, but is asked only once.
+                    # The engine was removed since it registered: it must register again, and is asked once.
                     self.hub.dismiss(address)
                 continue
             if self._peers.address_of(name) == address:  # else: an earlier incarnation of this engine

@@ -45,7 +45,7 @@ class Joined(Row, frozen=True):
 
     @property
     def dropped(self) -> bool:
-        """Whether it dropped its `weights` to sleep, and has no others."""
+        """Whether the engine dropped its weights to sleep, and has no others."""
         return self.register.weight_version < 0 <= self.register.dropped_version
 
     @property
@@ -86,7 +86,7 @@ class Tick(Row, frozen=True):
 
 
 class Changed(Row, frozen=True):
-    """Another machine's state changed, which what this one does next depends on. It is in no log."""
+    """Another machine's state changed, on which this machine's next decision depends. In no log."""
 
 
 # --- instructions --------------------------------------------------------------------------

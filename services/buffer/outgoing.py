@@ -2,7 +2,7 @@
 
 Invariants (tests/unit/test_buffer_server.py, tests/unit/test_outbox.py):
 - a message to a name goes to the incarnation that holds it; one to an incarnation that is gone is dropped;
-- tokens of unfinished groups wait for a trainer that does not keep up: the next ones come with them.
+- tokens of unfinished groups wait for a trainer that does not keep up, and go out with the next tokens.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Outgoing:
             self.to_trainers.put(address, message)
 
     def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> bool:
-        """Queue a message to an incarnation of a trainer; return whether that is done.
+        """Queue a message to an incarnation of a trainer; return whether the message was queued.
 
-        Another incarnation of it gets its finished groups when it submits them again under its name.
+        A later incarnation of the trainer gets finished groups when it submits them again.
         """
         if self.trainers.name_of(address) is None:
             return False

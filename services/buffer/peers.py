@@ -67,7 +67,7 @@ class Peers:
         self._addresses: dict[str, bytes] = {}
 
     def hello(self, address: bytes, hello: Hello, now: float) -> bytes | None:
-        """Note a `Hello`; return the address that holds its name, None if it is this one now."""
+        """Note a `Hello`; return which other address holds its name, None if `address` holds it now."""
         peer = self._peers.get(address)
         first = peer is None
         peer = peer or _Peer(hello.name, hello.incarnation, now, now)
@@ -92,8 +92,8 @@ class Peers:
     def holder_may_be_dead(self, address: bytes) -> bool:
         """Return whether another incarnation holds this one's name but may be dead.
 
-        It may be if it sent no `Hello` since shortly after this incarnation's first one: the last messages of
-        a dead incarnation can arrive late, after its network was cut for a while.
+        The holder may be dead if it sent no `Hello` since shortly after this incarnation's first: last
+        messages of a dead incarnation can arrive late, after its network was cut for a while.
         """
         peer = self._peers[address]
         at = self._addresses.get(peer.name)
@@ -122,7 +122,7 @@ class Peers:
 
 
 async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: Hello, clock: Clock) -> None:
-    """Add an incarnation to `peers`; it gets its name if no other has it, or the other's connection is gone.
+    """Add an incarnation; it gets its name if no other holds the name, or the holder's connection is gone.
 
     An incarnation that may have missed messages, or whose messages were ignored, has to shake hands again.
     """
@@ -137,7 +137,7 @@ async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: 
 
 
 def incarnation_of(address: bytes) -> int:
-    """Return a number of the incarnation at an address. It is not the one in its `Hello`."""
+    """Return a number of the incarnation at an address: not the number in the incarnation's `Hello`."""
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little")
 
 

@@ -18,7 +18,7 @@ Invariants (tests/property/test_sleep_machine.py):
   report the last wish that they came to, trainers repeat the last one that was answered, and the greatest
   counts; but a request to this incarnation counts before all of earlier ones;
 - where no engine knows of a wish (on its way to its first one), a buffer that got no request takes over the
-  state of its engines: as long as all of them sleep, that of the one that sleeps least.
+  state of its engines: as long as all of them sleep, the state of the engine that sleeps least.
 """
 
 from __future__ import annotations

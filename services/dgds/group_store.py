@@ -261,7 +261,7 @@ class Store:
         stream.written = max(stream.written, previous + count)
 
     def _agreed(self, stream: _Stream, previous: int, tokens: Packed) -> int:
-        """Return how many of `tokens` the stream holds already; cut it where it differs."""
+        """Return how many of `tokens` the stream holds already; cut the stream where a token differs."""
         start = previous * TOKEN_BYTES
         held, count = stream.tokens[start : start + len(tokens)], len(tokens) // TOKEN_BYTES
         if held != tokens:

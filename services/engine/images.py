@@ -74,7 +74,7 @@ class EngineImages:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the least recently used first
         self._bytes = 0
         self._chunks: dict[str, Sequence[str]] = {}  # names of their images
-        self._line: dict[str, None] = {}  # those of them that wait
+        self._line: dict[str, None] = {}  # chunks that wait
         self._users: Counter[str] = Counter()  # chunks by image
         self._complete: asyncio.Queue[str] = asyncio.Queue()  # to be checked; at most one entry an image
 

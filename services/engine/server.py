@@ -122,7 +122,7 @@ class EngineServer:
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
         self._pace = Pace()
         self.running: dict[str, RunningChunk] = {}
-        self._held: dict[str, wire.RunChunk] = {}  # those of them that wait for images
+        self._held: dict[str, wire.RunChunk] = {}  # running chunks that wait for images
         self._images = EngineImages(settings.image_bytes, clock, self._give, self._lack, self._wake)
         self._places: set[Place] = set()  # of running chunks
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
@@ -326,7 +326,7 @@ class EngineServer:
         self._wake()
 
     def register_again(self) -> None:
-        """Tell the buffer which weights are live and what sleeps: it did not order it."""
+        """Tell the buffer which weights are live and what sleeps, as the buffer did not order the change."""
         self._register_due = True
         self._wake()
 

@@ -94,7 +94,7 @@ class ImageMachine:
         return self._make_room(0)
 
     def begin(self, name: str, size: int, now: float) -> list[str]:
-        """Begin an image that is not kept; return those that were dropped for it. Raises `ValueError`."""
+        """Begin an image that is not kept; return which images were dropped for it. Raises `ValueError`."""
         if not IMAGE_NAME.fullmatch(name):
             raise ValueError("is not the name of an image: give 64 hexadecimal digits")
         if size < 1:

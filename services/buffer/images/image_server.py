@@ -70,7 +70,7 @@ class ImageServer:
         self._folder.claim()
 
     def put(self, reply: Reply, address: bytes, message: ImageRequest, trainer: str = "") -> None:
-        """Queue a peer's message; it is dropped if too many wait. `trainer`: who sent it, if one did."""
+        """Queue a peer's message; it is dropped if too many wait. `trainer`: its sender, if a trainer."""
         part = isinstance(message, wire.ImageData)
         self._turns.add(lambda: self._answer(reply, address, message, trainer), part=part)
 
@@ -156,9 +156,9 @@ class ImageServer:
         return wire.ImageState(name=name, have=kept.have)
 
     async def _finish(self, name: str, kept: Kept, *, log: bool) -> str:
-        """Check an image that is complete; return what is wrong with it, after which it is lost.
+        """Check an image that is complete; return what is wrong with the image, which is lost then.
 
-        `log`: also its having other bytes, which is told to who sent them.
+        `log`: log also that the image has other bytes, which its sender is told.
         """
         try:
             await on_disk(self._folder.check, name)

@@ -79,7 +79,7 @@ class ChunkRecord(msgspec.Struct, array_like=True, tag=2):
 
 
 class RemovedRecord(msgspec.Struct, array_like=True, tag=3):
-    """A group is no longer needed: its trainer received it or cancelled it."""
+    """A group is no longer needed: the trainer received or cancelled the group."""
 
     prompt_id: str
 
@@ -191,7 +191,7 @@ def chunk_records(prompt_id: str, index: int, chunk: Output) -> list[bytes]:
 
 
 def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
-    """Yield each valid record: its head, the offset of its tokens, their number, and where it ends."""
+    """Yield each valid record: head, offset of its tokens, number of tokens, offset of the record's end."""
     if path.stat().st_size == 0:
         return
     with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:

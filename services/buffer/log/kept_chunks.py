@@ -73,11 +73,11 @@ class _File:
     """A file of a rollout; all sets and dicts are by prompt id.
 
     `earlier`: groups that an earlier incarnation of the buffer wrote and nobody has submitted again.
-    `offered`: outputs of those that were submitted again and are not restored yet.
-    `live`: groups that this incarnation has; `written` are those of them that the file has, `behind` those of
-    which it may lack chunks. `pending`: records to be written. `started`: the file has its first record, or
-    that is pending. `failed`: writing failed, so nothing is written until there is room. Good are the first
-    `size` bytes.
+    `offered`: outputs of earlier groups that were submitted again and are not restored yet.
+    `live`: groups that this incarnation has; `written`: the live groups that the file has; `behind`: the live
+    groups of which the file may lack chunks. `pending`: records to be written. `started`: the file has its
+    first record, or the first record is pending. `failed`: writing failed, so nothing is written until there
+    is room. Good are the first `size` bytes.
     """
 
     path: Path
@@ -236,7 +236,7 @@ class KeptChunks:
                     why = str(error)
                     self._log.warning("no chunks are kept until they can be", file=str(file.path), error=why)
                 self.outage = outage(self.outage, error, self._now)
-                file.failed = True  # what it has stays valid: any beginning of a response can be continued
+                file.failed = True  # the file's chunks stay valid: any beginning of a response can go on
         self._changed.clear()
 
     def _resume(self, folder: Path) -> None:

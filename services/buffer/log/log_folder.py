@@ -95,7 +95,7 @@ class _Segment(NamedTuple):
 
 
 class Pruner:
-    """Deletes old segments of a folder. It remembers what it read of each, so it reads every file once."""
+    """Deletes old segments of a folder. It reads each segment once, and remembers what it read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

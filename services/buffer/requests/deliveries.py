@@ -55,7 +55,7 @@ class Deliveries:
         return self._ready(address)
 
     def reset(self, address: bytes) -> None:
-        """Forget all groups of an incarnation that lost messages: it submits again what it still needs."""
+        """Forget all groups of an incarnation that lost messages: the client submits again what it needs."""
         window = self._windows.pop(address, None)
         for group_id in (*window.sent, *window.waiting) if window else ():
             del self._owner[group_id]

@@ -13,8 +13,8 @@ from seer.services.buffer import events
 class EngineReported(events.Row, frozen=True):
     """An engine reports how many blocks saves to the KV pool pin, which placements depend on.
 
-    The rest is for those who look at it: the tokens that it has generated since it started, and its best
-    speeds, as in `InstanceStats`; 0 in logs of releases up to 0.4.0.
+    The other fields are for people who read the log: the tokens that the engine has generated since it
+    started, and the engine's best speeds, as in `InstanceStats`; 0 in logs of releases up to 0.4.0.
     """
 
     instance: str

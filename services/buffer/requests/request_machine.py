@@ -347,7 +347,7 @@ class RequestMachine:
     def _reached(
         self, request: RequestState, now: float, out: list[Instruction], chunk: wire.ChunkResult | None = None
     ) -> None:
-        """Publish a request's progress, with the drafts of its `chunk`; count it if it has finished."""
+        """Publish a request's progress, with the drafts of its `chunk`; count a request that has finished."""
         group = request.group
         out.append(request.progress(chunk))
         if request.finish:

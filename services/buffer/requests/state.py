@@ -1,7 +1,7 @@
 """The state of rollouts, groups and requests in the request machine: counts, never tokens.
 
-All of it is in the fields of these Structs, so they are their own snapshots, but for what they are part of
-(`log/snapshot.py`).
+All state is in the fields of these Structs, so each Struct is its own snapshot, but for the links to what the
+Struct is part of (`log/snapshot.py`).
 """
 
 from __future__ import annotations

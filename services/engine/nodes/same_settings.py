@@ -57,7 +57,10 @@ def check_nodes(engine: EngineConfig) -> None:
 
 
 def meeting(engine: EngineConfig) -> Meeting:
-    """Return this node's; its address is the one by which it reaches the leader. Raises `ConfigError`."""
+    """Return this node's `Meeting`: its address is the one from which the node reaches the leader.
+
+    Raises `ConfigError`.
+    """
     address = engine.leader.removeprefix("tcp://")
     try:
         if engine.node_rank:

@@ -56,7 +56,7 @@ class CoreHandle:
     ) -> None:
         """Take scratch blocks, then read what the engine can hold. Raises `EngineError`.
 
-        `images`: what those of its model are, if it can run them.
+        `images`: what images are to the model, if the model takes images and they can run here.
         """
         from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -187,7 +187,7 @@ class CoreHandle:
         return str(error) if isinstance(error, Exception) else ""
 
     def stop(self, engine_id: str) -> None:
-        """End a request as a stop id does: unlike that of an aborted one, its KV may be saved."""
+        """End a request as a stop id does. Its KV may be saved, unlike the KV of an aborted request."""
         from vllm.v1.request import RequestStatus
 
         self.engine_core.scheduler.finish_requests(engine_id, RequestStatus.FINISHED_STOPPED)

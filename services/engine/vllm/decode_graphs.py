@@ -44,7 +44,7 @@ _log = get_logger()
 
 
 class DecodeGraphs(msgspec.Struct, frozen=True, kw_only=True):
-    """The graphs of a model runner: full ones of decode steps, piecewise ones of what has no full one.
+    """The graphs of a model runner: full graphs of decode steps, piecewise graphs of all other steps.
 
     `full` and `piecewise` are numbers of tokens, rising. The `count` full graphs serve steps in which all
     requests have as many tokens, one of `lengths`; without these, any mix of 1 to `longest` tokens a request;
@@ -63,7 +63,7 @@ class DecodeGraphs(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(each - 1 for each in self.lengths or range(1, self.longest + 1)) if self.full else ()
 
     def for_profile(self) -> Graphs:
-        """Return them as the profile of step times takes them."""
+        """Return the graphs as the profile of step times takes them."""
         if not self.lengths:
             return Graphs(mixed=self.full or self.piecewise)
         return Graphs(
@@ -217,7 +217,7 @@ def hold_metadata(runner: Any) -> None:  # noqa: ANN401 - V2's runner
 
 
 def _promise_longest(batch: Any, manager: ModelCudaGraphManager) -> None:  # noqa: ANN401 - V2's InputBatch
-    """Give a step the longest query that its full graph was captured with; those of `lengths` have it."""
+    """Give a step the longest query that its full graph was captured with; graphs of `lengths` have one."""
     from vllm.config import CUDAGraphMode
 
     if manager.varlen_decode:

@@ -126,7 +126,7 @@ class Grammars(StructuredOutputManager):  # type: ignore[misc]
             if self.backend is None:  # it reads the whole vocabulary, which may take a second
                 vocab = self.vllm_config.model_config.get_vocab_size()
                 self.backend = XgrammarBackend(self.vllm_config, tokenizer=self.tokenizer, vocab_size=vocab)
-        compiler = self.backend.compiler  # it keeps what it has compiled
+        compiler = self.backend.compiler  # the compiler keeps compiled grammars
         compile_text: Callable[[str], xgrammar.CompiledGrammar] = compiler.compile_grammar
         if kind == StructuredOutputOptions.REGEX:
             compile_text = compiler.compile_regex

@@ -54,7 +54,7 @@ class KvAccount:
         return sum(len(each.req_to_blocks.get(engine_id, ())) for each in self._managers) // self._groups
 
     def forget_cached(self, request: Request) -> None:
-        """Have nobody find the blocks of a request by what they hold; who has them already keeps them."""
+        """Have no request find a request's blocks by content; requests that hold the blocks keep them."""
         for digest in request.block_hashes:
             for group in range(self._groups):
                 for block in self._pool.get_cached_block(digest, [group]) or ():

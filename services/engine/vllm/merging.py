@@ -30,7 +30,7 @@ class Adapter:
         self._plan = plan_merge(read_config(folder), _tensors(files.values()), _tensors(stored(base)))
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the base's tensors by name, those that the adapter changes as it leaves them."""
+        """Yield the base's tensors by name, each with the adapter's change if there is one."""
         for name, weight in weights:
             change = self._plan.get(name)
             if change is None:

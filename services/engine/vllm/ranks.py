@@ -1,6 +1,6 @@
 """The ranks of an engine on a node other than its leader's: vLLM's workers, without a scheduler.
 
-The leader's executor reaches them as it does its own: by vLLM's queues over TCP.
+The leader's executor reaches these ranks as it reaches ranks on its own node: by vLLM's queues over TCP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VllmRanks:
         self._executor: MultiprocExecutor | None = None
 
     def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
-        """Load them, once those of all nodes have met. Raises `EngineError`.
+        """Load this node's ranks, once the ranks of all nodes have met. Raises `EngineError`.
 
         `ended` is called, on any thread, when one of them ends by itself.
         """

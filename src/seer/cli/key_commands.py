@@ -1,4 +1,4 @@
-"""`seer keys`: the commands; `seer.cli.keys` does what they say."""
+"""`seer keys`: its commands; `seer.cli.keys` does their work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`python -m seer.cli.ping ENDPOINT`: checks that a service answers a `Hello`.
 
-Health checks that an earlier release deployed call it; those of this one read `SEER_ALIVE_FILE`.
+Health checks that an earlier release deployed run this command; this release's health checks read
+`SEER_ALIVE_FILE`.
 
 ENDPOINT is any of `[endpoints]` except `events` and `estimates`, which do not answer, or `http://` with
 `pool.metrics` for the KV pool's master.

@@ -66,7 +66,7 @@ def _variables(file: Path) -> list[tuple[str, str]]:
 
 
 def find(config: Config, given: Given) -> Facts:
-    """Return the facts: those that are given, else those of this machine."""
+    """Return the facts: the given ones, else facts about this machine."""
     model = given.model or Path(config.shared.model or "/nonexistent")
     if given.model is not None and not model.is_dir():
         raise InvalidField("--model", str(model), "give a folder with the model's config.json and its index")

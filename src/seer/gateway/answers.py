@@ -159,7 +159,7 @@ def _places(
 
 
 def _prompt_logprobs(choice: Choice, style: Style) -> list[Json | None] | None:
-    """Return those of the prompt's tokens as vLLM has them: of the first one there are none."""
+    """Return logprobs of the prompt's tokens as vLLM does: the first token has none."""
     if not style.prompt_tops:
         return None
     found: list[Json | None] = [None]

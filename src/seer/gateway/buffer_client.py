@@ -42,7 +42,7 @@ SILENCE_SECONDS = 60.0
 """A buffer that sends nothing for this long is lost: what was submitted fails, and a new client is opened."""
 
 CANCEL_SECONDS = 5.0
-"""Longest time to tell the buffer that something is cancelled; it ends what it is not told of by itself."""
+"""Longest time to tell the buffer of a cancellation; untold, the buffer ends the work by itself."""
 
 _log = get_logger()
 
@@ -131,8 +131,8 @@ class BufferClient:
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        `session`: that of the one prompt, which may go on from an earlier one; `images`: all in it. If it is
-        cancelled, so are the prompts in the buffer.
+        `session`: the session of the one prompt, which may go on from an earlier prompt; `images`: all images
+        of the prompt. If the call is cancelled, so are the prompts in the buffer.
         """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")

@@ -5,7 +5,7 @@ Invariants:
 - a connection whose request does not begin in `gateway.client_seconds` is closed;
 - idle connections take no file that other work needs: beyond six eighths of the open files on the data
   address, and one eighth on the control address, they get 503;
-- a process that is drained accepts no more connections, and answers those that it has.
+- a process that is drained accepts no more connections, and answers requests on its open connections.
 """
 
 from __future__ import annotations

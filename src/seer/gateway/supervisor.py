@@ -5,7 +5,7 @@ Invariants:
   returns; a process that does not answer is killed; a process that starts is paused until it was told the
   present state;
 - a process that ends is replaced, with growing pauses; the gateway ends when none is left;
-- the addresses are the gateway's own: processes share them, nothing else may have them.
+- the addresses are the gateway's own: its processes share the addresses, no other program may have them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariants:
 - a prompt of text has the ids that vLLM gives it: with special tokens, unless the request says otherwise; a
-  chat has those that its template writes, and no others;
+  chat has the special tokens that its template writes, and no others;
 - the text of a response is vLLM's: without the string or token that it stopped at, unless the request says
   otherwise; its tokens have both;
 - the same text, from tokens that come in pieces: `text_stream`;

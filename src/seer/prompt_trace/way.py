@@ -68,7 +68,7 @@ def _split(wanted: str) -> tuple[str, int | None]:
 
 @dataclass(slots=True)
 class _Response:
-    """One response: its tokens, the `engine` where it runs, if it does, and the last one where it ran."""
+    """One response: its tokens, the `engine` where it runs (empty: none), and the last one where it ran."""
 
     generated: int = 0
     engine: str = ""

@@ -370,7 +370,7 @@ class LogReader:
         engine = self._engines[event.instance]
         known = engine.incarnation
         if known is not None and known.number == event.incarnation:
-            for request_id in list(engine.running):  # it lost what it ran, and lives
+            for request_id in list(engine.running):  # the engine lost its chunks, and lives
                 self._close(request_id, End.ENGINE_LOST)
             return
         self._left(event.instance, died=True)

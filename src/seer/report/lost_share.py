@@ -304,7 +304,7 @@ class _Engine:
 class _Level(NamedTuple):
     """Sums over the chunks that run: how many, how many `in_vain`, tokens/s, and blocks.
 
-    Tokens/s are those that the rollout's responses have, those of `others`, and those made `again`.
+    Tokens/s count tokens that the rollout's responses have, tokens of `others`, and tokens made `again`.
     """
 
     running: Floats

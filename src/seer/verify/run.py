@@ -210,7 +210,7 @@ async def _exercise(
     runner: Runner,
     sampling: SamplingParams | None,
 ) -> list[Group]:
-    """Run a cell, twice if it first did not do what it is there for, and report what it found.
+    """Run a cell, again if the first run did not exercise what the cell is for, and report what was found.
 
     `sampling`: None for the job's.
     """

@@ -58,7 +58,7 @@ def choose_kernel(
     firsts, choices, sampled, logprobs, gained, winners, tokens, values, counts, decided, width,
     lanes: tl.constexpr,
 ):  # fmt: skip
-    """Write what one request keeps: the first of its longest paths, or its first one if they disagree."""
+    """Write what one request keeps: the first of its longest paths, or its first path if those disagree."""
     request = tl.program_id(0)
     first, place = tl.load(firsts + request), tl.arange(0, lanes)
     best, torn = first, 0

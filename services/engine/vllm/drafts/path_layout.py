@@ -6,8 +6,8 @@ before the draft, in its separator's place. To attention each path is a row of i
 Invariants (tests/property/test_path_layout.py asserts them):
 - rows have all of a step's tokens, in their order, and a request's rows follow each other;
 - a token of a further path stands where it would stand if its path were the only one;
-- a request gets rows for all of its paths or for none: without them it verifies its first path alone, and
-  what follows is computed as if it were drafted after it, and counts as rejected.
+- a request gets rows for all of its paths or for none. Without rows the request verifies its first path
+  alone; tokens of further paths are computed as if drafted after the first path, and count as rejected.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class PathLayout:
     """The rows of a step's requests, and the paths of their drafts, which are rows of logits.
 
     `owners`, `lengths`, `paths` [rows]: a row's request, its tokens, and the path that it verifies. `shorter`
-    [rows]: by how much its context ends before that of all tokens of its request. `shifts` [rows]: how many
-    tokens after the one before the draft it begins; 0: it is its request's first row. `drafts` [paths]: their
-    tokens; request i may keep the `choices[i]` paths from `firsts[i]` on. `dropped`: paths without a row.
+    [rows]: by how many tokens the row's context ends before the context of the request's last token. `shifts`
+    [rows]: how many tokens after the token before the draft the row begins; 0: the request's first row.
+    `drafts` [paths]: a path's tokens; request i may keep the `choices[i]` paths from `firsts[i]` on.
+    `dropped`: paths without a row.
     """
 
     owners: Ints
@@ -68,7 +69,7 @@ def lay_out(
 ) -> PathLayout:
     """Lay out requests with so many tokens, of which the last `logits` have logits.
 
-    `places`: see `separators`. Those in `alone` verify one path. `room`: rows that further paths may have.
+    `places`: see `separators`. Requests in `alone` verify one path. `room`: rows that further paths may have.
     """
     rows: list[tuple[int, int, int, int, int]] = []
     drafts: list[int] = []

@@ -5,10 +5,10 @@ One step at a time, each request's draft has the length that pays, and goes thro
 scheduled ahead the engine chooses one length before anything is drawn, and drafts stay on the device.
 
 Invariants:
-- all ranks verify the same drafts: the first one makes them, others get them from the scheduler, or as they
-  are made;
+- all ranks verify the same drafts: the first rank makes the drafts; other ranks get the drafts from the
+  scheduler, or from the first rank as it makes them;
 - scheduled ahead, nothing here waits for the device, but with a script;
-- while drafts are switched off none are made, and what responses say meanwhile is in the trees afterwards.
+- while drafts are switched off none are made; the trees get the tokens of that time afterwards.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class KvSharing:
         self._rpc("seer_use_pool_namespace", namespace=namespace)
 
     def finished(self, request: Request, prompt_blocks: int, saved_blocks: int) -> None:
-        """Have a finished response's blocks removed, without those of its prompt, which others may need.
+        """Have a finished response's blocks removed, but not the prompt's, which other responses may need.
 
         Its first `saved_blocks` may be in the pool, saved by earlier chunks.
         """

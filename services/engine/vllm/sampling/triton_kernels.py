@@ -200,7 +200,7 @@ def _keep(words):
 
 @triton.jit
 def _is_last(words, parts):
-    """Count this program; return whether it is its row's last, which sees what all others wrote."""
+    """Count this program; return whether it is its row's last program, which sees what all others wrote."""
     tl.debug_barrier()
     return tl.atomic_add(words + _ARRIVED, 1, sem="acq_rel") == parts - 1
 
@@ -348,7 +348,7 @@ def _narrow(words, histogram, high, shift, bins, weighed: tl.constexpr, begins: 
     """Find the bin where the needed weight is reached, and clear the histogram."""
     histogram += tl.arange(0, BINS)
     weight = tl.load(histogram, cache_modifier=".cg")
-    tl.debug_barrier()  # what one thread loads, another one clears
+    tl.debug_barrier()  # another thread clears what this thread loads
     tl.store(histogram, tl.zeros([BINS], tl.int64))
     needed = tl.load(words + _NEEDED)
     if begins:
