@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,10 +72,64 @@ def scaled(family: str, scale: float, folder: Path) -> Path:
     return folder
 
 
-def mixture(matrix: str) -> dict[str, dict]:
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_ranks_that_divide_experts_have_the_tokens_and_the_updates_of_one(tmp_path: Path) -> None:
+    """vLLM's kernel for CPUs would take another rank's experts for its own (`cpu_experts`)."""
+    old, new = scaled("qwen3-moe", 1.0, tmp_path / "old"), scaled("qwen3-moe", 1.1, tmp_path / "new")
+    sampling, prompt = SamplingParams(max_tokens=24, ignore_eos=True), list(range(1, 30))
+    with engine_of(old, kv_blocks=40) as whole:
+        before = one_go(whole, sampling, prompt=prompt)
+        whole.load_weights(new, "digest of new")
+        after = one_go(whole, sampling, prompt=prompt)
+    assert before.logprobs != pytest.approx(after.logprobs, abs=1e-3)
+    divided = {"vllm": VllmSettings(enable_expert_parallel=True), "tensor_parallel": 2, "cpu_cores": None}
+    with engine_of(old, kv_blocks=40, **divided) as ranks:
+        for folder, expected in ((old, before), (new, after), (old, before)):
+            ranks.load_weights(folder, f"digest of {folder.name}")
+            found = one_go(ranks, sampling, prompt=prompt)
+            assert found.tokens == expected.tokens
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_what_ranks_experts_add_is_what_all_experts_give(weighs_input: bool) -> None:
+    """`weighs_input`: a token has one expert, and its input has the expert's weight already."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from seer.services.engine.vllm.cpu_experts import divide_experts
+
+    divide_experts()
+    experts, each, tokens, hidden = 6, 1 if weighs_input else 3, 9, 32
+    made = torch.Generator().manual_seed(3)
+    w13, w2 = (torch.randn(experts, *shape, generator=made) for shape in ((64, hidden), (hidden, 32)))
+    x = torch.randn(tokens, hidden, generator=made)
+    weights, ids = torch.rand(tokens, experts, generator=made).topk(each)
+
+    def given(first: int, end: int, places: torch.Tensor | None) -> torch.Tensor:
+        kernel = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
+        kernel._use_zentorch, kernel.quant_config = False, SimpleNamespace(w1_bias=None, w2_bias=None)
+        packed = [cpu_prepack_moe_weight(each[first:end].contiguous(), kernel.isa) for each in (w13, w2)]
+        out = torch.empty(tokens, hidden)
+        kernel.apply(
+            output=out, hidden_states=x, w1=packed[0], w2=packed[1], topk_weights=weights,
+            topk_ids=ids.int(), activation=MoEActivation.SILU, global_num_experts=experts, expert_map=places,
+            a1q_scale=None, a2_scale=None, workspace13=None, workspace2=None, expert_tokens_meta=None,
+            apply_router_weight_on_input=weighs_input,
+        )  # fmt: skip
+        return out
+
+    own = torch.tensor([0, 1, 2, 3, -1, -1]), torch.tensor([-1, -1, -1, -1, 0, 1])
+    added = given(0, 4, own[0].int()) + given(4, 6, own[1].int())
+    assert torch.allclose(added, given(0, experts, None), rtol=1e-5, atol=1e-4)
+
+
+def mixture(matrix: str, *sets: str) -> dict[str, dict]:
     """Return what `seer verify` finds in cells of a tiny Qwen3-MoE, by name, experts compared."""
     command = [sys.executable, SCRIPT, "--families", "qwen3-moe", "--matrix", matrix]
-    command += ["--set", "engine.routed_experts=true"]
+    command += [part for each in ("engine.routed_experts=true", *sets) for part in ("--set", each)]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=850, check=True)
     (found,) = json.loads(done.stdout)["families"].values()
     return {cell["name"]: cell for cell in found["cells"]}
@@ -85,6 +140,16 @@ def mixture(matrix: str) -> dict[str, dict]:
 def test_a_model_with_experts_keeps_the_promise():
     cells = mixture("chunk-16,preempt,drafts-random" + (",pool-migrate" if not import_problem() else ""))
     for cell in cells.values():
+        assert (cell["bug"], cell["unmet"], cell["error"], cell["other_routes"]) == (0, [], "", 0)
+        assert cell["routes"] > 2 * cell["tokens"] > 2000
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_ranks_that_divide_experts_keep_the_promise():
+    """The reference has one rank, and so all experts in it."""
+    for cell in mixture("tp-2,drafts-tp-2", "engine.vllm.enable_expert_parallel=true").values():
         assert (cell["bug"], cell["unmet"], cell["error"], cell["other_routes"]) == (0, [], "", 0)
         assert cell["routes"] > 2 * cell["tokens"] > 2000
 

@@ -123,9 +123,16 @@ def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
     with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):
         env.with_defaults(EngineConfig(), SharedConfig(model="m"), {"kv_lora_rank": 512})
-    experts = EngineConfig(vllm=VllmSettings(enable_expert_parallel=True))
-    with pytest.raises(EngineError, match=r"engine\.vllm\.enable_expert_parallel = true: .*; leave it out"):
-        env.with_defaults(experts, SharedConfig(), {})
+    experts = VllmSettings(enable_expert_parallel=True)
+    env.with_defaults(EngineConfig(vllm=experts), SharedConfig(), {})
+    for settings, model in (
+        (replace(experts, quantization="fp8"), {}),
+        (experts, {"quantization_config": {"quant_method": "fp8"}}),
+    ):
+        with pytest.raises(
+            EngineError, match=r"engine\.vllm\.enable_expert_parallel = true: .*; leave it out"
+        ):
+            env.with_defaults(EngineConfig(vllm=settings), SharedConfig(), model)
 
 
 def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):

@@ -149,10 +149,11 @@ def _check_cpu(config: EngineConfig, shared: SharedConfig, model: Mapping[str, A
             f"shared.model = {shared.model!r}: models with latent attention (MLA), such as DeepSeek, "
             f"need a GPU: on CPUs vLLM {VLLM_SERIES}* has other logits for a prefill than for decodes"
         )
-    if config.vllm.enable_expert_parallel:
+    quantized = config.vllm.quantization or model.get("quantization_config")
+    if config.vllm.enable_expert_parallel and quantized:
         raise EngineError(
-            f"engine.vllm.enable_expert_parallel = true: on CPUs vLLM {VLLM_SERIES}* crashes with it; "
-            "leave it out"
+            f"engine.vllm.enable_expert_parallel = true: on CPUs vLLM {VLLM_SERIES}* divides no quantized "
+            "experts; leave it out"
         )
 
 
