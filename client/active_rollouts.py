@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from seer.client.image_uploads import Placed
 from seer.client.open_rollout import OpenRollout
+from seer.client.results import streamed
 from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
@@ -87,9 +88,10 @@ class ActiveRollouts:
             case GroupDone():
                 self._finished(message)
             case TokensGenerated():
-                rollout = self._waiting(message.rollout_id, message.submission)
-                if isinstance(rollout, OpenRollout):
-                    rollout.generated(message)
+                for part, tokens in streamed(message):
+                    rollout = self._waiting(part.rollout_id, part.submission)
+                    if isinstance(rollout, OpenRollout):
+                        rollout.generated(part.prompt_id, tokens, part.submission, message.weight_version)
             case Progress():
                 self._progressed(message)
             case Refused():

@@ -34,14 +34,14 @@ from seer.client.prompts import (
     prepare_one,
     with_images,
 )
-from seer.client.results import Group, group_of, malformed, streamed_tops
+from seer.client.results import Group, Streamed, group_of, malformed
 from seer.client.text import Tokenizer
 from seer.client.used_noise import Claim, UsedNoise
 from seer.common.beside import TopLogprobs
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams, TurnSpec
-from seer.common.wire import Cancel, GroupDone, Logprobs, Progress, Submit, Tokens, TokensGenerated
+from seer.common.wire import Cancel, GroupDone, Logprobs, Progress, Submit, Tokens
 
 MAX_STREAMED = 1024
 """Bound on what of one prompt waits to be read; more is left out: the group has it."""
@@ -149,24 +149,23 @@ class PromptInFlight:
         """Return whether the buffer's answer is about this prompt, not about an earlier use of its id."""
         return 0 < self.submission <= submission
 
-    def generated(self, message: TokensGenerated) -> None:
+    def generated(self, part: Streamed, weight_version: int) -> None:
         """Add what follows on what is known; repeated tokens and those after a gap are left to the group."""
-        if self.weight_version not in (-1, message.weight_version):
+        if self.weight_version not in (-1, weight_version):
             return
-        index = message.index
+        index = part.index
         known = self._lengths[index] if 0 <= index < self.request.n else -1
-        skip = known - message.start
-        if known < 0 or not 0 <= skip < len(message.tokens) or len(self._deltas) >= MAX_STREAMED:
+        skip = known - part.start
+        if known < 0 or not 0 <= skip < len(part.token_ids) or len(self._deltas) >= MAX_STREAMED:
             return
         tops = None
         if self.request.sampling.top_logprobs is not None:
-            tops = streamed_tops(message)
-            if tops is None:
+            if part.top_logprobs is None:
                 return
-            tops = tops[skip:]
-        self.weight_version = message.weight_version
-        self._lengths[index] += len(message.tokens) - skip
-        self._deltas.append(Delta(index, message.tokens[skip:], message.logprobs[skip:], tops))
+            tops = part.top_logprobs[skip:]
+        self.weight_version = weight_version
+        self._lengths[index] += len(part.token_ids) - skip
+        self._deltas.append(Delta(index, part.token_ids[skip:], part.logprobs[skip:], tops))
         self._changed.set()
 
     def finish(self, group: Group) -> None:
@@ -358,11 +357,11 @@ class OpenRollout:
         """Update the counters."""
         self.progress = progress
 
-    def generated(self, message: TokensGenerated) -> None:
+    def generated(self, prompt_id: str, part: Streamed, submission: int, weight_version: int) -> None:
         """Hand on tokens of an unfinished response."""
-        in_flight = self._in_flight.get(message.prompt_id)
-        if in_flight is not None and in_flight.answered_by(message.submission):
-            in_flight.generated(message)
+        in_flight = self._in_flight.get(prompt_id)
+        if in_flight is not None and in_flight.answered_by(submission):
+            in_flight.generated(part, weight_version)
 
     def discard(self, prompt_ids: Iterable[str], counts: Mapping[str, int]) -> None:
         """Note how many tokens of prompts that end now were generated in vain."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from seer.client.prompts import Prepared
@@ -11,7 +11,7 @@ from seer.common import beside
 from seer.common.beside import TopLogprobs
 from seer.common.detokenizer import Detokenizer
 from seer.common.types import FinishReason, SamplingParams
-from seer.common.wire import Bytes, GroupDone, Logprobs, Tokens, TokensGenerated
+from seer.common.wire import Bytes, GroupDone, Logprobs, StreamedPart, Tokens, TokensGenerated
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +82,37 @@ def malformed(message: GroupDone, n: int, prompt: Prepared, sampling: SamplingPa
     return ""
 
 
-def streamed_tops(message: TokensGenerated) -> TopLogprobs | None:
-    """Return what comes beside streamed tokens; None: not what there should be, so the group will have it."""
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Tokens of an unfinished response from position `start` on, and their alternatives if they came, too."""
+
+    index: int
+    start: int
+    token_ids: Tokens
+    logprobs: Logprobs
+    top_logprobs: TopLogprobs | None
+
+
+def streamed(message: TokensGenerated) -> Iterator[tuple[StreamedPart, Streamed]]:
+    """Yield what a message has of each response; nothing of one that disagrees with its arrays: groups do."""
+    sizes, counts = [part.beside for part in message.parts], [part.count for part in message.parts]
     extra = 0 if message.beside is None else message.beside.size
-    if beside.total([message.beside_sizes]) != extra:
-        return None
-    [extras] = beside.split(message.beside, [message.beside_sizes])
+    if not sum(counts) == message.tokens.size == message.logprobs.size or beside.total(sizes) != extra:
+        return
+    start = 0
+    for part, extras in zip(message.parts, beside.split(message.beside, sizes), strict=True):
+        its = slice(start, start := start + part.count)
+        tops = _tops(extras, part.count) if extras else None
+        yield part, Streamed(part.index, part.start, message.tokens[its], message.logprobs[its], tops)
+
+
+def _tops(extras: Mapping[str, Bytes], count: int) -> TopLogprobs | None:
+    """Return the alternatives of `count` tokens; None: these are not what there should be."""
     try:
         tops = TopLogprobs.of(beside.TOP_LOGPROBS, extras)
     except (TypeError, ValueError, IndexError):
         return None
-    return tops if tops is not None and len(tops) == len(message.tokens) else None
+    return tops if tops is not None and len(tops) == count else None
 
 
 def _extras(message: GroupDone) -> list[dict[str, Bytes]]:

@@ -99,6 +99,7 @@ from seer.common.wire.trainers import GroupDone as GroupDone
 from seer.common.wire.trainers import InstanceStatus as InstanceStatus
 from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
+from seer.common.wire.trainers import StreamedPart as StreamedPart
 from seer.common.wire.trainers import Submit as Submit
 from seer.common.wire.trainers import TokensGenerated as TokensGenerated
 from seer.common.wire.trainers import TrainerToBuffer as TrainerToBuffer

@@ -172,23 +172,34 @@ class GroupDone(Message, tag=True):
     beside: Bytes | None = None
 
 
-class TokensGenerated(Message, tag=True):
-    """Tokens of an unfinished response from position `start` on, sent at chunk boundaries to who asked.
+class StreamedPart(msgspec.Struct, array_like=True):
+    """`count` tokens of the flat arrays of a `TokensGenerated`: those of a response after `start`.
 
-    `index` counts the prompt's own responses from 0. Some may be left out for a trainer that reads slowly:
-    `GroupDone` has all. After a restart of the buffer they may be sent again: the same, if the weights are.
-    `beside` has each token's alternatives, if they were asked for.
+    `index` counts the prompt's own responses from 0. `beside`: the sizes of what comes beside these tokens.
     """
 
     rollout_id: ShortStr
     prompt_id: ShortStr
     index: int
     start: int
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    submission: SubmissionNumber = 0
+    beside: Sizes = {}
+
+
+class TokensGenerated(Message, tag=True):
+    """What an engine has generated since for the unfinished responses that a trainer streams.
+
+    One message for all of them, since each message costs buffer and trainer more than a response's tokens
+    do. Some may be left out for a trainer that reads slowly: `GroupDone` has all. After a restart of the
+    buffer they may be sent again: the same, if the weights are. `tokens`, `logprobs` and `beside`, each
+    token's alternatives if they were asked for, are flat over `parts`.
+    """
+
+    parts: list[StreamedPart]
     tokens: Tokens
     logprobs: Logprobs
-    submission: SubmissionNumber = 0
     weight_version: int = 0
-    beside_sizes: Sizes = {}
     beside: Bytes | None = None
 
 

@@ -70,7 +70,7 @@ class BufferMachine:
     def _steps(self, event: Event) -> list[_Step]:
         """Return the steps that handle an event, in order."""
         match event:
-            case events.ChunkEnded():  # most events by far
+            case events.ChunkEnded() | events.TokensArrived():  # most events by far
                 return [self._to_requests(event)]
             case Joined():
                 return self._joined(event)

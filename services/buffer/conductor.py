@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from msgspec import structs
 
 from seer.common import beside, wire
@@ -75,8 +76,11 @@ class Recipients(Protocol):
     def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
         """Send to a trainer."""
 
-    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> bool:
-        """Send to this incarnation of a trainer only; return whether it is there and reads."""
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
+        """Send to this incarnation of a trainer only."""
+
+    def keeps_up(self, address: bytes) -> bool:
+        """Return whether this incarnation of a trainer is connected and reads what it is sent."""
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Send to the context service."""
@@ -124,6 +128,7 @@ class Conductor:
         self.drained = asyncio.Event()
         self.draining = False
         self._collect_until: float | None = None
+        self._streams: dict[bytes, list[instructions.Stream]] = {}  # since `send_streamed`
 
     def drain(self) -> None:
         """Prepare to end. Trainers have `COLLECT_SECONDS` to acknowledge results: a dead one never does."""
@@ -212,8 +217,8 @@ class Conductor:
                 observer.record(now, event, out)  # also if a machine raises, so that a replay does, too
         for item in out:
             match arrays:
-                case Ended() if isinstance(item, instructions.Keep | instructions.Stream):
-                    self._tokens_came(item, arrays, live)
+                case Ended() if isinstance(item, instructions.Keep):
+                    self._keep(item, arrays, live)
                 case Submitted() if isinstance(item, instructions.Take):
                     self._take(item, arrays, now)
                 case _:
@@ -223,34 +228,40 @@ class Conductor:
     def _live(self) -> Weights:
         return self._weights.live or Weights(0, "")
 
-    def _tokens_came(
-        self, item: instructions.Keep | instructions.Stream, ended: Ended, live: Weights
-    ) -> None:
-        """Keep the tokens of a chunk, or send them to a trainer that wants them before their group."""
+    def _keep(self, item: instructions.Keep, ended: Ended, live: Weights) -> None:
         group_id, index = _locate(item.request_id)
-        if isinstance(item, instructions.Keep):
-            finish = item.finish, item.stop_reason
-            chunk = Output(ended.tokens, ended.logprobs, finish, ended.beside)
-            self._store.keep(group_id, index, chunk, live)
-            self._kept.keep(group_id, index, chunk)
-            return
-        rollout_id, _, prompt_id = group_id.partition("/")
-        to = item.address, item.submission
-        start, unsent = self._store.unsent(group_id, index, to)
-        generated = wire.TokensGenerated(
-            rollout_id=rollout_id,
-            prompt_id=prompt_id,
-            index=index,
-            start=start,
-            tokens=unsent.tokens,
-            logprobs=unsent.logprobs,
-            submission=item.submission,
-            weight_version=live.version,
-            beside_sizes=beside.sizes(unsent.beside),
-            beside=beside.flat([unsent.beside]),
-        )
-        if self._out.incarnation(item.address, generated):
+        chunk = Output(ended.tokens, ended.logprobs, (item.finish, item.stop_reason), ended.beside)
+        self._store.keep(group_id, index, chunk, live)
+        self._kept.keep(group_id, index, chunk)
+
+    def send_streamed(self) -> None:
+        """Send each trainer, in one message, what came since the last call for the responses it streams."""
+        streams, self._streams = self._streams, {}
+        for address, items in streams.items():
+            here = [item for item in items if _locate(item.request_id)[0] in self._store]
+            if here and self._out.keeps_up(address):
+                self._out.incarnation(address, self._generated(address, here))
+
+    def _generated(self, address: bytes, items: Sequence[instructions.Stream]) -> wire.TokensGenerated:
+        parts, outputs = [], []
+        for item in items:
+            group_id, index = _locate(item.request_id)
+            to = address, item.submission
+            start, unsent = self._store.unsent(group_id, index, to)
             self._store.sent(group_id, index, to)
+            rollout_id, _, prompt_id = group_id.partition("/")
+            count, extra = len(unsent.tokens), beside.sizes(unsent.beside)
+            parts.append(
+                wire.StreamedPart(rollout_id, prompt_id, index, start, count, item.submission, extra)
+            )
+            outputs.append(unsent)
+        return wire.TokensGenerated(
+            parts=parts,
+            tokens=np.concatenate([each.tokens for each in outputs]),
+            logprobs=np.concatenate([each.logprobs for each in outputs]),
+            weight_version=self._live().version,
+            beside=beside.flat([each.beside for each in outputs]),
+        )
 
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]
@@ -272,6 +283,8 @@ class Conductor:
                 self._out.incarnation(address, answer)
             case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                 self._out.publish(item)
+            case instructions.Stream(_, address):
+                self._streams.setdefault(address, []).append(item)
             case sleep_machine.GiveUp(name):
                 self._engines.forget(name)
                 self._log_loss(name, "it did not sleep or wake in time")

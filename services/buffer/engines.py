@@ -180,6 +180,7 @@ class EngineConnections:
             )
             self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end], extras))
             start = end
+        self._conductor.send_streamed()
         self._kept.flush()
 
     def _unreachable(self, address: bytes) -> None:

@@ -57,17 +57,17 @@ class Outgoing:
         if address is not None:
             self.to_trainers.put(address, message)
 
-    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> bool:
-        """Queue a message to an incarnation of a trainer; return whether the message was queued.
+    def keeps_up(self, address: bytes) -> bool:
+        """Return whether an incarnation of a trainer is connected and reads what it is sent."""
+        return self.trainers.name_of(address) is not None and self.to_trainers.keeps_up(address)
+
+    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
+        """Queue a message to an incarnation of a trainer; it is dropped if the incarnation is gone.
 
         A later incarnation of the trainer gets finished groups when it submits them again.
         """
-        if self.trainers.name_of(address) is None:
-            return False
-        if isinstance(message, wire.TokensGenerated) and not self.to_trainers.keeps_up(address):
-            return False
-        self.to_trainers.put(address, message)
-        return True
+        if self.trainers.name_of(address) is not None:
+            self.to_trainers.put(address, message)
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Queue a message to the context service."""

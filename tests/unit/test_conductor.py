@@ -61,8 +61,9 @@ class World:
     trainer = engine
 
     def incarnation(self, address, message):
-        if self.reads:
-            self.sent.append((address.decode(), message))
+        self.sent.append((address.decode(), message))
+
+    def keeps_up(self, _):
         return self.reads
 
     def publish(self, message):
@@ -130,7 +131,8 @@ def test_a_stream_has_no_gap_however_its_reader_fares():
         arrays = Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
         told = orders.streamed("a", chunk.request_id, chunk.attempt, len(tokens), start)
         world.conductor.apply(told, arrays)
-        return [(part.start, part.tokens.tolist()) for _, part in world.take(wire.TokensGenerated)]
+        world.conductor.send_streamed()
+        return [(each.parts[0].start, each.tokens.tolist()) for _, each in world.take(wire.TokensGenerated)]
 
     assert stream(chunk, 0, 1, 2) == [(0, [1, 2])]
     assert stream(chunk, 2, 3) == [(2, [3])]
@@ -151,6 +153,23 @@ def test_a_stream_has_no_gap_however_its_reader_fares():
     assert done.tokens.tolist() == [*range(1, 9)]
     world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
     assert not world.store._sent
+
+
+def test_streams_of_one_trainer_share_a_message_and_groups_that_are_gone_have_no_part():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit(("p", "q", "x"), open=True, groups=["g", "h", "i"], stream=True, submission=1)
+    chunks = [chunk for _, chunk in world.take(wire.RunChunk)]
+    for count, chunk in enumerate(chunks, start=1):
+        arrays = Ended(np.arange(count, dtype=np.int32), np.zeros(count, np.float32))
+        world.conductor.apply(orders.streamed("a", chunk.request_id, chunk.attempt, count), arrays)
+    world.conductor.apply(orders.cancelled("t", "r", ["q"]))
+    world.conductor.send_streamed()
+    [(_, told)] = world.take(wire.TokensGenerated)
+    assert [(part.prompt_id, part.start, part.count) for part in told.parts] == [("p", 0, 1), ("x", 0, 3)]
+    assert told.tokens.tolist() == [0, 0, 1, 2]
+    world.conductor.send_streamed()
+    assert not world.take(wire.TokensGenerated)
 
 
 def silence(world):

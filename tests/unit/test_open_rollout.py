@@ -21,7 +21,7 @@ from seer.client import (
 from seer.client.open_rollout import MAX_STREAMED, PromptInFlight
 from seer.common import ids
 from seer.common.types import TurnSpec
-from seer.common.wire import Acknowledge, Cancel, GroupDone, Refused, Submit, TokensGenerated
+from seer.common.wire import Acknowledge, Cancel, GroupDone, Refused, StreamedPart, Submit, TokensGenerated
 
 
 def digest(submit: Submit, prompt_id: str) -> int:
@@ -39,9 +39,9 @@ def done(submit: Submit, prompt_id: str) -> GroupDone:
 def piece(submit: Submit, prompt_id: str, index: int, start: int, count: int) -> TokensGenerated:
     """As `group` makes the response's tokens."""
     return TokensGenerated(
-        rollout_id=submit.rollout_id, prompt_id=prompt_id, index=index, start=start,
+        parts=[StreamedPart(submit.rollout_id, prompt_id, index, start, count, submit.submission)],
         tokens=np.arange(1000 * index + start, 1000 * index + start + count, dtype=np.int32),
-        logprobs=-np.ones(count, np.float32), submission=submit.submission, weight_version=3,
+        logprobs=-np.ones(count, np.float32), weight_version=3,
     )  # fmt: skip
 
 
@@ -272,6 +272,31 @@ async def test_tokens_are_streamed_once_and_in_order_whatever_is_lost_or_repeate
         assert await reading == {0: [0, 1, 2, 3], 1: [*range(1000, 1006)], 2: [2000, 2001]}
         assert prompt.ended
         assert (await prompt.result()).responses[1].token_ids.tolist() == [*range(1000, 1006)]
+
+
+async def test_one_message_has_the_tokens_of_many_responses_and_one_that_does_not_add_up_is_left_out():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        first, second = rollout.submit([1], n=2, stream=True), rollout.submit([1], stream=True)
+        submits = await buffer.until(Submit, 2)
+        parts = [
+            StreamedPart(rollout.id, name, index, 0, count, submits[-1].submission)
+            for name, index, count in [("0", 1, 2), ("gone", 0, 3), ("1", 0, 1), ("0", 0, 1)]
+        ]
+        told = TokensGenerated(
+            parts=parts,
+            tokens=np.arange(7, dtype=np.int32),
+            logprobs=-np.ones(7, np.float32),
+            weight_version=3,
+        )
+        await buffer.say(structs.replace(told, parts=parts[:3]))
+        await buffer.say(structs.replace(told, logprobs=told.logprobs[:6]))
+        await buffer.say(structs.replace(told, beside=np.zeros(1, np.uint8)))
+        await buffer.say(told)
+        deltas = [await anext(aiter(each.tokens())) for each in (first, second)]
+        assert [(each.index, each.token_ids.tolist()) for each in deltas] == [(1, [0, 1]), (0, [5])]
+        assert first._lengths == [1, 2]
+        assert second._lengths == [1]
 
 
 async def test_a_stream_that_nobody_reads_is_bounded_and_loses_nothing():
