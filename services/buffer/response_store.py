@@ -122,12 +122,10 @@ class Store:
         """
         recipient, sent = self._sent.get(group_id, {}).get(index, (to, 0))
         output, sent = self._groups[group_id].outputs[index], sent if recipient == to else 0
-        tokens, logprobs = (bytes(memoryview(each)[4 * sent :]) for each in (output.tokens, output.logprobs))
-        tops = beside.tail(beside.TOP_LOGPROBS, _views(output), sent)
-        copies = {kind: data.copy() for kind, data in tops.items()}
-        return sent, Output(
-            np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32), ("", ""), copies
-        )
+        tokens = np.frombuffer(output.tokens[4 * sent :], np.int32)
+        logprobs = np.frombuffer(output.logprobs[4 * sent :], np.float32)
+        tops = beside.tail(beside.TOP_LOGPROBS, _views(output), sent) if output.beside else {}
+        return sent, Output(tokens, logprobs, ("", ""), {kind: data.copy() for kind, data in tops.items()})
 
     def sent(self, group_id: str, index: int, to: Recipient) -> None:
         """Note that all tokens of a response were sent to a recipient."""
