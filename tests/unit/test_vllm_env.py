@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from seer.common.process.devices import driver_version, visible_devices
 from seer.common.vllm_settings import VllmSettings
 from seer.local.pool_plan import TRY_IMPORT
 from seer.services.engine.vllm import env
+from seer.services.engine.vllm.cpu_fp8 import problem as fp8_problem
 from seer.services.engine.vllm.env import check_compiler, no_device
 
 H100 = Device(
@@ -97,7 +99,8 @@ def test_without_a_driver_it_is_to_be_installed(tmp_path, tool):
 def torch(*, cuda, devices):
     """As much of torch as is asked: for which CUDA it is built, and how many devices it finds."""
     found = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
-    return SimpleNamespace(cuda=found, version=SimpleNamespace(cuda=cuda))
+    cpu = SimpleNamespace(_is_avx512_supported=lambda: False, _is_amx_tile_supported=lambda: False)
+    return SimpleNamespace(cuda=found, version=SimpleNamespace(cuda=cuda), cpu=cpu)
 
 
 def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
@@ -133,6 +136,50 @@ def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
             EngineError, match=r"engine\.vllm\.enable_expert_parallel = true: .*; leave it out"
         ):
             env.with_defaults(EngineConfig(vllm=settings), SharedConfig(), model)
+    cache = EngineConfig(vllm=VllmSettings(kv_cache_dtype="fp8"))
+    with pytest.raises(EngineError, match=r"engine\.vllm\.kv_cache_dtype = 'fp8': .*AVX-512"):
+        env.with_defaults(cache, SharedConfig(), {})
+
+
+CHANNEL, TENSOR = (
+    {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+        "weights": {"type": "float", "num_bits": 8, "strategy": strategy}}}}
+    for strategy in ("channel", "tensor")
+)  # fmt: skip
+BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "cpu", "problem"),
+    [
+        ({}, {}, "", ""),
+        ({"quantization": "fp8_per_channel"}, {}, "", ""),
+        ({}, {"quantization_config": CHANNEL}, "", ""),
+        ({"quantization": "fp8_per_channel"}, {"num_experts": 8}, "avx512 amx", "quantization = .*experts"),
+        ({}, {"quantization_config": CHANNEL, "num_experts": 8}, "", "quantization_config: .*experts"),
+        ({"quantization": "fp8"}, {}, "avx512 amx", "quantization = 'fp8': .*use fp8_per_channel"),
+        ({"quantization": "fp8_per_tensor"}, {}, "", "one scale a tensor"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "avx512 amx", "one scale a tensor"),
+        (
+            {},
+            {"quantization_config": TENSOR},
+            "",
+            "shared.model: .*quantization_config: .*one scale a tensor",
+        ),
+        ({"quantization": "fp8_per_block"}, {}, "avx512", "quantization = 'fp8_per_block': .*needs AMX"),
+        ({"quantization": "fp8"}, {"quantization_config": BLOCK}, "avx512", "shared.model: .*needs AMX"),
+        ({}, {"quantization_config": BLOCK, "text_config": {"num_experts": 8}}, "avx512 amx", ""),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {}, "", "kv_cache_dtype = 'fp8_e5m2': needs AVX-512"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {}, "avx512", ""),
+        ({"kv_cache_dtype": "bfloat16"}, {}, "", ""),
+        ({}, {"quantization_config": None}, "", ""),
+        ({}, {"quantization_config": ["fp8"]}, "", ""),
+        ({}, {"quantization_config": {"config_groups": {"group_0": 8}}}, "", ""),
+    ],
+)
+def test_fp8_that_a_cpu_lacks_is_refused_by_name(settings, model, cpu, problem):
+    found = fp8_problem(VllmSettings(**settings), model, avx512="avx512" in cpu, amx="amx" in cpu)
+    assert re.search(problem, found) if problem else found == ""
 
 
 def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):

@@ -26,6 +26,7 @@ from seer.common.process.devices import driver_version, visible_devices
 from seer.common.process.extras import ENGINE_FIX
 from seer.common.process.scratch import cache_folder
 from seer.services.engine.nodes.same_settings import Meeting
+from seer.services.engine.vllm import cpu_fp8
 
 VLLM_SERIES = "0.32."
 """The only series that works: our hooks are private API, which another series may change."""
@@ -155,6 +156,11 @@ def _check_cpu(config: EngineConfig, shared: SharedConfig, model: Mapping[str, A
             f"engine.vllm.enable_expert_parallel = true: on CPUs vLLM {VLLM_SERIES}* divides no quantized "
             "experts; leave it out"
         )
+    import torch
+
+    avx512, amx = torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported()
+    if problem := cpu_fp8.problem(config.vllm, model, avx512=avx512, amx=amx):
+        raise EngineError(problem)
 
 
 def no_device(cuda: str) -> str:
