@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.services.engine.weights.manifest import Tensor, differences, read_manifest, resolve_beneath
+from seer.services.engine.weights.manifest import (
+    Manifest,
+    Tensor,
+    differences,
+    read_manifest,
+    resolve_beneath,
+)
 
 A, B = ("a", "F32", [2, 2], bytes(range(16))), ("b", "BF16", [3], b"abcdef")
 
@@ -55,6 +62,37 @@ def test_the_digest_follows_from_the_tensors_alone(tmp_path):
 def test_what_a_model_cannot_take(tmp_path, new, problem):
     live = read_manifest(model(tmp_path / "live", (A, B)))
     assert differences(live, read_manifest(model(tmp_path / "new", new))) == problem
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "problem"),
+    [
+        (("q.weight_scale_inv", "BF16", (2, 2)), ("q.weight_scale_inv", "F32", (2, 2)), ""),
+        (("q.weight_scale", "F32", ()), ("q.weight_scale", "F32", (1,)), ""),
+        (("q.weight_scale", "F32", (4, 1)), ("q.weight_scale", "F32", (1,)), "q.weight_scale has shape"),
+        (("q.weight_scale", "F32", ()), ("q.weight_scale", "F8_E8M0", ()), "q.weight_scale has type F8_E8M0"),
+        (("q.weight", "F8_E4M3", ()), ("q.weight", "F8_E5M2", ()), "q.weight has type F8_E5M2"),
+        (
+            ("q.weight", "F8_E4M3", (2,)),
+            ("q.weight", "BF16", (2,)),
+            "BF16, the model's has F8_E4M3: send what",
+        ),
+        (("q.weight", "BF16", (2,)), ("q.weight", "F8_E4M3", (2,)), "F8_E4M3, .*engine.vllm.quantization"),
+        (("q.weight", "BF16", (1,)), ("q.weight", "BF16", ()), "q.weight has shape"),
+        (("q.weight", "BF16", (2,)), ("q.weight", "F32", (2,)), "the model's has BF16$"),
+    ],
+)
+def test_quantizers_may_write_a_scale_in_other_ways(ours, theirs, problem):
+    """slime's has float32 for what Qwen's checkpoints have in bfloat16; all else must be the model's."""
+    live, new = (Manifest({name: Tensor(dtype, shape)}, "") for name, dtype, shape in (ours, theirs))
+    found = differences(live, new)
+    assert re.search(problem, found) if problem else found == ""
+
+
+def test_scales_are_counted_apart():
+    """A stream has another size when its scales have another type."""
+    found = {"a.weight": Tensor("F8_E4M3", (4, 6)), "a.weight_scale_inv": Tensor("BF16", (2, 3))}
+    assert Manifest(found | {"b.weight_scale": Tensor("F32", ())}, "").scale_bytes == 2 * 6 + 4
 
 
 def test_what_is_wrong_with_a_folder(tmp_path):

@@ -70,7 +70,7 @@ class WeightChecker:
         """Read the model folder that the engine was started with. Raises `SeerError`."""
         self.base = base
         self.model = await asyncio.to_thread(functools.partial(read_manifest, base, finite=self._finite))
-        self._fetcher.model_bytes = self.model.size
+        self._fetcher.model_bytes, self._fetcher.scale_bytes = self.model.size, self.model.scale_bytes
         await self._note("", self.model, base)
         return self.model
 

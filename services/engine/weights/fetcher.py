@@ -54,6 +54,8 @@ class WeightFetcher:
         self._peers = peers
         self.model_bytes = 0
         """Bytes of all tensors of the live model; 0: unknown."""
+        self.scale_bytes = 0
+        """How many more, or fewer, an update may have: see `Manifest.scale_bytes`."""
         self._buffer: Buffer | None = None
         self._whole = True
         self._copy: Copy | None = None
@@ -107,10 +109,11 @@ class WeightFetcher:
 
         An adapter may have fewer of them, and a plan has none.
         """
-        most = self.model_bytes + 8 + MAX_HEADER_BYTES
-        least = self.model_bytes + 8 if self._whole else 0
+        most = self.model_bytes + self.scale_bytes + 8 + MAX_HEADER_BYTES
+        least = self.model_bytes - self.scale_bytes + 8 if self._whole else 0
         if self.model_bytes and size and not least <= size <= most:
-            raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
+            fix = "send tensors of the names and types that shared.model has, quantized if they are there"
+            raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}; {fix}")
 
     async def _from_the_spool(self, name: str, endpoints: Sequence[str]) -> Path:
         self._buffer = buffer = Buffer(name, self._send)

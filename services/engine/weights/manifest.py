@@ -4,11 +4,14 @@ Invariants:
 - the digest depends on the tensors alone, not on how they are spread over files;
 - every problem with a folder is an `InvalidField` that names the file;
 - a folder that changed after it was read is noticed by `Manifest.stamps`;
+- a scale of quantized weights may have another float type, or one dimension of 1 more or less: quantizers
+  differ, and vLLM holds it as float32;
 - memory is bounded, whatever the size of the model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,14 @@ from seer.common.weights import safetensors
 from seer.common.weights.digest import NotFinite, digest_of, hashes_of
 from seer.common.weights.in_place import read_plan
 from seer.common.weights.lora import CONFIG
+
+_SCALES = ("_scale", "_scale_inv")
+"""How the names of scales end."""
+_SCALE_TYPES = {"F32", "F16", "BF16"}
+_QUANTIZED_FIX = (
+    "send what shared.model holds: weights quantized as there, or, of a model that is not, plain ones, which "
+    "engine.vllm.quantization quantizes"
+)
 
 FINITE_FIX = "go back to a step before it diverged, or set engine.finite_weights = false"
 
@@ -41,6 +52,12 @@ class Manifest:
     digest: str
     size: int = field(default=0, compare=False)
     stamps: tuple[object, ...] = field(default=(), compare=False)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of all scales of quantized weights, which may take as many more, or fewer, in an update."""
+        scales = (each for name, each in self.tensors.items() if name.endswith(_SCALES))
+        return sum(safetensors.BITS.get(each.dtype, 0) * math.prod(each.shape) // 8 for each in scales)
 
 
 def resolve_beneath(folder: Path, root: Path) -> Path:
@@ -108,8 +125,11 @@ def differences(live: Manifest, new: Manifest) -> str:
             return f"lacks tensor {name}"
         if ours is None:
             return f"has a tensor {name} that the model lacks"
-        if ours.shape != theirs.shape:
+        is_scale = name.endswith(_SCALES)
+        if ours.shape != theirs.shape and not (is_scale and {ours.shape, theirs.shape} == {(), (1,)}):
             return f"tensor {name} has shape {list(theirs.shape)}, the model's has {list(ours.shape)}"
-        if ours.dtype != theirs.dtype:
-            return f"tensor {name} has type {theirs.dtype}, the model's has {ours.dtype}"
+        types = {ours.dtype, theirs.dtype}
+        if len(types) > 1 and not (is_scale and types <= _SCALE_TYPES):
+            fix = f": {_QUANTIZED_FIX}" if any(each.startswith("F8") for each in types) else ""
+            return f"tensor {name} has type {theirs.dtype}, the model's has {ours.dtype}{fix}"
     return ""
