@@ -51,6 +51,14 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=32))
 
 
+def llama_wide() -> PreTrainedModel:
+    """Return one whose layers are made of blocks of 128, in which some methods quantize weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes, head_dim=32))
+
+
 def tied() -> PreTrainedModel:
     """Return one whose output layer is its embedding."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -105,6 +113,7 @@ def gpt_oss() -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
+    "llama-wide": llama_wide,
     "qwen3-tied": tied,
     "qwen3-moe": qwen3_moe,
     "deepseek": deepseek,

@@ -25,6 +25,7 @@ from seer.local.pool_plan import import_problem
 
 pytestmark = pytest.mark.vllm
 
+CELLS = "chunk-16,preempt,drafts-random" + ("" if import_problem() else ",pool-migrate")
 SCRIPT = Path(__file__).parents[2] / "bench" / "correctness" / "tiny_models.py"
 
 
@@ -126,10 +127,10 @@ def test_what_ranks_experts_add_is_what_all_experts_give(weighs_input: bool) -> 
     assert torch.allclose(added, given(0, experts, None), rtol=1e-5, atol=1e-4)
 
 
-def mixture(matrix: str, *sets: str) -> dict[str, dict]:
-    """Return what `seer verify` finds in cells of a tiny Qwen3-MoE, by name, experts compared."""
-    command = [sys.executable, SCRIPT, "--families", "qwen3-moe", "--matrix", matrix]
-    command += [part for each in ("engine.routed_experts=true", *sets) for part in ("--set", each)]
+def verified(family: str, matrix: str, *settings: str) -> dict[str, dict]:
+    """Return what `seer verify` finds in cells of a tiny model, by name."""
+    command = [sys.executable, SCRIPT, "--families", family, "--matrix", matrix]
+    command += [part for each in settings for part in ("--set", each)]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=850, check=True)
     (found,) = json.loads(done.stdout)["families"].values()
     return {cell["name"]: cell for cell in found["cells"]}
@@ -138,8 +139,7 @@ def mixture(matrix: str, *sets: str) -> dict[str, dict]:
 @pytest.mark.breadth
 @pytest.mark.timeout(900)
 def test_a_model_with_experts_keeps_the_promise():
-    cells = mixture("chunk-16,preempt,drafts-random" + (",pool-migrate" if not import_problem() else ""))
-    for cell in cells.values():
+    for cell in verified("qwen3-moe", CELLS, "engine.routed_experts=true").values():
         assert (cell["bug"], cell["unmet"], cell["error"], cell["other_routes"]) == (0, [], "", 0)
         assert cell["routes"] > 2 * cell["tokens"] > 2000
 
@@ -149,9 +149,19 @@ def test_a_model_with_experts_keeps_the_promise():
 @pytest.mark.timeout(900)
 def test_ranks_that_divide_experts_keep_the_promise():
     """The reference has one rank, and so all experts in it."""
-    for cell in mixture("tp-2,drafts-tp-2", "engine.vllm.enable_expert_parallel=true").values():
+    sets = ("engine.routed_experts=true", "engine.vllm.enable_expert_parallel=true")
+    for cell in verified("qwen3-moe", "tp-2,drafts-tp-2", *sets).values():
         assert (cell["bug"], cell["unmet"], cell["error"], cell["other_routes"]) == (0, [], "", 0)
         assert cell["routes"] > 2 * cell["tokens"] > 2000
+
+
+@pytest.mark.breadth
+@pytest.mark.timeout(900)
+def test_weights_in_fp8_keep_the_promise():
+    fp8 = ("engine.dtype=bfloat16", "engine.vllm.quantization=fp8_per_channel")
+    for cell in verified("llama", CELLS, *fp8).values():
+        assert (cell["bug"], cell["unmet"], cell["error"]) == (0, [], "")
+        assert cell["tokens"] > 1000
 
 
 @pytest.mark.breadth
@@ -161,6 +171,6 @@ def test_experts_that_a_chunk_got_from_the_token_before_are_called_a_bug(tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "planted"))
     monkeypatch.setenv("SEER_PLANTED", str(tmp_path / "fault"))
     monkeypatch.setenv("SEER_PLANTED_IN", "engines")
-    cell = mixture("chunk-16")["chunk-16"]
+    cell = verified("qwen3-moe", "chunk-16", "engine.routed_experts=true")["chunk-16"]
     assert cell["bug"] > 10
     assert cell["other_routes"] > 500

@@ -7,6 +7,8 @@
   (`finalize_layerwise_processing` in model_loader/reload/layerwise.py).
 - Where a model's loader copies into parameters by itself, as gpt-oss's does experts and sinks, layers keep
   their old weights on any device, with a line in the log.
+- A parameter that gets nothing while others of its layer do, as a scale that is missing, gets whatever lay
+  in its new memory (`materialize_layer` in reload/meta.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def reloading(load: Callable[..., None], **given: object) -> None:
-    """Load weights by `load`. Raises `EngineError` if a layer got none."""
+    """Load weights by `load`. Raises `EngineError` if a layer got none, or a part of its parameters."""
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.platforms import current_platform
 
@@ -31,12 +33,14 @@ def reloading(load: Callable[..., None], **given: object) -> None:
         _pack_experts_again()
     put_back = layerwise._place_kernel_tensors
     loaded: set[int] = set()  # parameters
+    lacking: set[str] = set()
     others: list[tuple[torch.nn.Module, set[int]]] = []
 
     def noted(layer: torch.nn.Module, info: LayerReloadingInfo) -> None:
         parameters = set(map(id, info.kernel_tensors[0].values()))
         if info.load_numel > 0:
             loaded.update(parameters)
+            lacking.update(_lacking(layer, info))
         elif not layerwise.is_deferred_attention_layer(layer):
             others.append((layer, parameters))
         put_back(layer, info)
@@ -46,12 +50,24 @@ def reloading(load: Callable[..., None], **given: object) -> None:
         load(**given)
     finally:
         layerwise._place_kernel_tensors = put_back
-    if left_out := {type(layer).__name__ for layer, parameters in others if parameters - loaded}:
-        names = ", ".join(sorted(left_out))
+    lacking |= {type(layer).__name__ for layer, parameters in others if parameters - loaded}
+    if lacking:
+        names = ", ".join(sorted(lacking))
         raise EngineError(f"vLLM gave layers no new weights ({names}): it cannot update this model")
     for layer, parameters in others:
         if on_cpu and parameters and hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _lacking(layer: torch.nn.Module, info: LayerReloadingInfo) -> set[str]:
+    """Return the parameters that got nothing; those of attention, scales of its KV, begin with a default."""
+    from vllm.model_executor.model_loader.reload.layerwise import is_deferred_attention_layer
+
+    if is_deferred_attention_layer(layer):
+        return set()
+    # A bias and what else is not in there keeps its values.
+    missing = info.restore_metadata[0].keys() - {name for name, _ in info.loaded_weights}
+    return {f"{type(layer).__name__}.{name}" for name in missing}
 
 
 def _pack_experts_again() -> None:
