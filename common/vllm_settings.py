@@ -21,6 +21,10 @@ _ONE_RANK = (
 )
 
 
+_ROUTERS = ("*.gate", "*.router")
+"""Names of layers that choose experts, as patterns. vLLM would quantize these, too, and route otherwise."""
+
+
 class VllmSettings(Section, frozen=True):
     """Settings with vLLM's own names, types and meanings; what a device or model cannot do, vLLM refuses."""
 
@@ -40,7 +44,7 @@ class VllmSettings(Section, frozen=True):
     kv_cache_dtype: Literal["float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"] | None = None
     """Type of numbers in the KV cache; default: the model's."""
     quantization: str | None = None
-    """Method, as fp8; default: as the model's config.json says."""
+    """Method, as fp8_per_block, which leaves routers out; default: as the model's config.json says."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder, with all rights of the engine."""
 
@@ -80,6 +84,7 @@ class VllmSettings(Section, frozen=True):
         "enable_dbo": "it splits batches by their load, which no test of equal tokens covers",
         "compilation_config": "give its parts cudagraph_mode and cudagraph_capture_sizes here",
         "attention_config": "give attention_backend here",
+        "quantization_config": "give quantization here",
     }
 
     def given(self) -> dict[str, Any]:
@@ -102,4 +107,6 @@ class VllmSettings(Section, frozen=True):
             found["compilation_config"] = {"cudagraph_mode": found.pop("cudagraph_mode")}
         if "cudagraph_capture_sizes" in found:
             found["cudagraph_capture_sizes"] = list(found["cudagraph_capture_sizes"])
+        if found.get("quantization", "").startswith("fp8_per_"):
+            found["quantization_config"] = {"ignore": list(_ROUTERS)}
         return found
