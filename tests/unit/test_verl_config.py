@@ -143,3 +143,17 @@ def rollout(*, sleep=False, **changes):
     kwargs = {"seer": {"endpoint": "tcp://h:1", "sleep": sleep}}
     usual = {"enable_rollout_routing_replay": False, "free_cache_engine": True, "engine_kwargs": kwargs}
     return SimpleNamespace(**usual | changes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"quantization": "fp8"}, r"rollout\.quantization = 'fp8': .*engine\.vllm\.quantization"),
+        ({"quantization_config_file": "q.json"}, r"rollout\.quantization_config_file = 'q\.json'"),
+        ({"qat": {"enable": True}}, r"rollout\.qat\.enable = True"),
+    ],
+)
+def test_weights_that_verls_own_engines_would_quantize_are_refused(setting, named):
+    check_rollout(rollout(quantization=None, quantization_config_file=None, qat={"enable": False}))
+    with pytest.raises(InvalidField, match=named):
+        check_rollout(rollout(**setting))

@@ -139,7 +139,11 @@ def checkpoint_types(folder: Path, field: str = "model") -> dict[str, object]:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 dtype = opened.get_slice(name).get_dtype()
                 if dtype not in floats:
-                    raise InvalidField(field, str(folder), f"tensor {name} is {dtype}: not a plain float")
+                    fix = (
+                        f"tensor {name} is {dtype}: not a plain float; give trainer and engines a model that "
+                        "is not quantized, and engines engine.vllm.quantization"
+                    )
+                    raise InvalidField(field, str(folder), fix)
                 types[name] = floats[dtype]
     if not types:
         raise InvalidField(field, str(folder), "give the folder of safetensors that the engines load")

@@ -113,3 +113,10 @@ def check_rollout(rollout: Any) -> None:
     if settings(rollout.engine_kwargs).sleep and not rollout.free_cache_engine:
         fix = f"veRL never wakes engines with {ROLLOUT}.free_cache_engine=False: set it to True"
         raise InvalidField(f"{WHERE}.sleep", True, fix)
+    fix = "engines quantize what veRL sends by engine.vllm.quantization of Seer's configuration: leave it out"
+    for name in ("quantization", "quantization_config_file"):
+        if (value := getattr(rollout, name, None)) is not None:
+            raise InvalidField(f"{ROLLOUT}.{name}", value, fix)
+    if (getattr(rollout, "qat", None) or {}).get("enable"):
+        fix = "Seer takes the weights of a trainer that trains no quantized model: set it to False"
+        raise InvalidField(f"{ROLLOUT}.qat.enable", True, fix)
