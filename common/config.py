@@ -404,7 +404,7 @@ def load_with_sources(
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
     tables.refuse_unknown(Config, table, str(path))
-    sources = dict.fromkeys(tables.dotted(table), "file")
+    sources = dict.fromkeys(dict(tables.settings(table)), "file")
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".")

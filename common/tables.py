@@ -90,13 +90,13 @@ def _refusal(struct: type, name: str, prefix: str) -> str:
     return f"unknown key {name}; {hint}"
 
 
-def dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings in a table."""
+def settings(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield all settings in a table: dotted name, value."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
+            yield from settings(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def lines(name: str, values: Mapping[str, object]) -> list[str]:

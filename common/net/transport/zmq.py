@@ -215,13 +215,11 @@ class ZmqTransport:
     def __init__(
         self,
         bind_host: str = "",
-        limits: Limits | None = None,
         keys: Keys | None = None,
         *,
         insecure: bool = False,
     ) -> None:
         self._bind_host = bind_host
-        self._limits = limits or Limits()
         self._keys = keys
         self._insecure = insecure
         self._context = zmq.asyncio.Context(1 if keys is None else curve.IO_THREADS)
@@ -291,7 +289,7 @@ class ZmqTransport:
             (zmq.RECONNECT_IVL, RECONNECT_MS[0]),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1]),
             (zmq.CONNECT_TIMEOUT, GONE_SECONDS * 1000),
-            (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
+            (zmq.MAXMSGSIZE, Limits().max_frame_bytes),
             (zmq.IPV6, int("[" in endpoint or "[" in self._bind_host)),
         ):
             socket.setsockopt(option, value)

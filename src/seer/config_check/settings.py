@@ -16,7 +16,7 @@ import msgspec
 from seer.common.config import Config
 from seer.common.process.memory import Bound
 from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
-from seer.common.tables import toml_value
+from seer.common.tables import settings, toml_value
 from seer.config_check.facts import Facts, held
 
 ROLES = {
@@ -55,7 +55,7 @@ def rows(config: Config, sources: Mapping[str, str], facts: Facts) -> list[Row]:
     """Return all settings. `sources`: those of `load_with_sources`."""
     derived = dict(_derived(config, facts))
     found = []
-    for key, value in _flat(msgspec.to_builtins(config)):
+    for key, value in settings(msgspec.to_builtins(config)):
         if key.startswith("engine.replay.") and config.engine.backend != "replay":
             continue
         source = sources.get(key, "default")
@@ -76,14 +76,6 @@ def gib(size: float) -> str:
     if size < 2**30:
         return f"{size / 2**20:.0f} MiB"
     return f"{size / 2**30:.3g} GiB" if size < 1000 * 2**30 else f"{size / 2**30:,.0f} GiB"
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _shown(key: str, value: object) -> str:
