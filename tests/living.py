@@ -1,5 +1,7 @@
-"""Which processes live."""
+"""Which processes live, and waiting for what they do."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -22,3 +24,11 @@ def living(folder: Path) -> list[str]:
         if str(folder).encode() in line:
             found.append(line.replace(b"\0", b" ").decode())
     return found
+
+
+def wait_for(holds: Callable[[], object], seconds: float = 240.0) -> None:
+    """Wait until something holds; fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)

@@ -28,28 +28,25 @@ def jump(monkeypatch, seconds):
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_a_trainer_comes_back(seconds, stopped, monkeypatch):
-    @virtual
-    async def check():
-        async with running(engines=1) as cluster:
-            transport = MemoryTransport(cluster.network)
-            token = PROCESS.set("stopped")
-            past = await cluster.client(transport, name="t").__aenter__()
-            PROCESS.reset(token)
-            await past.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
-            if stopped:
-                asyncio.get_running_loop().freeze("stopped")
-            else:
-                await transport.close()
-            jump(monkeypatch, seconds)
-            async with cluster.client(name="t") as client, asyncio.timeout(25 if stopped else 4):
-                rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
-                assert len(await rollout.result()) == len(PROMPTS)
-            if stopped:
-                asyncio.get_running_loop().thaw("stopped")
-                await past.close()
-
-    check()
+@virtual
+async def test_a_trainer_comes_back(seconds, stopped, monkeypatch):
+    async with running(engines=1) as cluster:
+        transport = MemoryTransport(cluster.network)
+        token = PROCESS.set("stopped")
+        past = await cluster.client(transport, name="t").__aenter__()
+        PROCESS.reset(token)
+        await past.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
+        if stopped:
+            asyncio.get_running_loop().freeze("stopped")
+        else:
+            await transport.close()
+        jump(monkeypatch, seconds)
+        async with cluster.client(name="t") as client, asyncio.timeout(25 if stopped else 4):
+            rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
+            assert len(await rollout.result()) == len(PROMPTS)
+        if stopped:
+            asyncio.get_running_loop().thaw("stopped")
+            await past.close()
 
 
 @virtual
@@ -66,31 +63,28 @@ async def test_a_trainer_whose_name_is_in_use_hears_so(monkeypatch):
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_an_engine_comes_back(seconds, stopped, monkeypatch):
-    @virtual
-    async def check():
-        async with running(engines=0) as cluster:
-            token = PROCESS.set("stopped")
-            await cluster.start("e0")
-            PROCESS.reset(token)
-            machine = cluster.services["buffer"].machine
-            await eventually(lambda: set(machine.instances) == {"e0"})
-            past = cluster._transports["e0"], cluster._tasks["e0"]
-            if stopped:
-                asyncio.get_running_loop().freeze("stopped")
-            else:
-                await cluster.kill("e0")
-            jump(monkeypatch, seconds)
-            await cluster.start("e0")
-            async with cluster.client() as client, asyncio.timeout(25 if stopped else 4):
-                rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING)
-                assert len(await rollout.result()) == len(PROMPTS)
-            if stopped:
-                asyncio.get_running_loop().thaw("stopped")
-                await past[0].close()
-                past[1].cancel()
-
-    check()
+@virtual
+async def test_an_engine_comes_back(seconds, stopped, monkeypatch):
+    async with running(engines=0) as cluster:
+        token = PROCESS.set("stopped")
+        await cluster.start("e0")
+        PROCESS.reset(token)
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: set(machine.instances) == {"e0"})
+        past = cluster._transports["e0"], cluster._tasks["e0"]
+        if stopped:
+            asyncio.get_running_loop().freeze("stopped")
+        else:
+            await cluster.kill("e0")
+        jump(monkeypatch, seconds)
+        await cluster.start("e0")
+        async with cluster.client() as client, asyncio.timeout(25 if stopped else 4):
+            rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING)
+            assert len(await rollout.result()) == len(PROMPTS)
+        if stopped:
+            asyncio.get_running_loop().thaw("stopped")
+            await past[0].close()
+            past[1].cancel()
 
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])

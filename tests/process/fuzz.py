@@ -24,6 +24,7 @@ import zmq
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
+from living import wait_for
 from process.fuzz_messages import MUTE, UNIONS, Maker
 from process.fuzz_system import DEADLINE, OWNERS, SERVICES, Honest, System
 
@@ -210,7 +211,7 @@ def fuzz(frames: int, seed: int, *, keys: bool = False) -> dict[str, object]:
     honest = Honest(system, known)
     try:
         honest.start()
-        _wait(lambda: honest.rollouts > 0 or bool(honest.error))
+        wait_for(lambda: honest.rollouts > 0 or bool(honest.error), DEADLINE)
         undisturbed = honest.rollouts
         with contextlib.closing(Fuzzer(system, Maker(random.Random(seed), known))) as fuzzer:
             fuzzer.run(max(frames // 10, min(frames, WARM_UP)))
@@ -294,13 +295,6 @@ def _noise(lines: list[dict]) -> str:
     )
     often = [f"{what} {count} times" for what, count in unnamed.items() if count > MOST_EVENTS]
     return "; ".join([*errors[:3], *twice[:3], *often])
-
-
-def _wait(holds) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def main() -> int:

@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from living import living
+from living import living, wait_for
 
 from seer.client import RolloutClient
 from seer.common.errors import WeightsRefused
@@ -34,13 +33,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(path / "t"))
     yield path
     shutil.rmtree(path)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def command(folder: Path, kind: str) -> list[str]:

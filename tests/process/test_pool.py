@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from living import alive
+from living import alive, wait_for
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
 from seer.common.pool_metrics import ask_master, read_figures
@@ -47,6 +48,7 @@ for line in sys.stdin:
 """
 
 SECONDS = 60.0
+until = partial(wait_for, seconds=SECONDS)
 
 STALL_SECONDS = 20.0
 """Longer than memory may be missing, and than a master may be silent."""
@@ -141,13 +143,6 @@ def running(folder, **settings):
         yield pool
     finally:
         pool.close()
-
-
-def until(true, seconds=SECONDS):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_what_is_put_is_there_and_nothing_stays_behind(tmp_path):

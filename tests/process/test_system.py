@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from living import wait_for
 
 from seer.client import RolloutClient, RolloutFailed, SamplingParams
 from seer.common.config import Config, load
@@ -148,13 +149,6 @@ def orphans(folder: Path) -> list[tuple[int, str]]:
         if entry.name.isdecimal() and configs:
             found.append((int(entry.name), Path(configs[0]).name))
     return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("victims", [("engine-0", "engine-1", "context", "dgds"), ("buffer",)])

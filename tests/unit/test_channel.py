@@ -105,19 +105,16 @@ async def test_another_major_is_refused_loudly(monkeypatch):
     ("theirs", "required", "accepted"),
     [("abc", True, True), ("xyz", True, False), ("", True, True), ("xyz", False, True)],
 )
-def test_the_shared_configuration_must_agree_where_required(theirs, required, accepted):
-    @virtual
-    async def check():
-        network = MemoryNetwork()
-        await Server(network, require_config_hash=required).start()
-        client = channel(network, identity(config_hash=theirs))
-        if accepted:
+@virtual
+async def test_the_shared_configuration_must_agree_where_required(theirs, required, accepted):
+    network = MemoryNetwork()
+    await Server(network, require_config_hash=required).start()
+    client = channel(network, identity(config_hash=theirs))
+    if accepted:
+        await client.open(5)
+    else:
+        with pytest.raises(ProtocolMismatch, match=r"\[shared\] settings \(xyz\) than buffer \(abc\)"):
             await client.open(5)
-        else:
-            with pytest.raises(ProtocolMismatch, match=r"\[shared\] settings \(xyz\) than buffer \(abc\)"):
-                await client.open(5)
-
-    check()
 
 
 @virtual
@@ -241,18 +238,15 @@ async def test_sending_to_a_peer_that_is_gone_says_so():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_handshake_gets_through_a_bad_network(seed):
-    @virtual
-    async def check():
-        network = MemoryNetwork()
-        await Server(network).start()
-        plan = Faults(drop=0.5, duplicate=0.3, reorder=0.3, delay_seconds=2.0)
-        faulty = FaultyTransport(MemoryTransport(network), seed, plan, LoopClock())
-        client = channel(network, transport=faulty)
-        await client.open(120)
-        await faulty.close()
-
-    check()
+@virtual
+async def test_a_handshake_gets_through_a_bad_network(seed):
+    network = MemoryNetwork()
+    await Server(network).start()
+    plan = Faults(drop=0.5, duplicate=0.3, reorder=0.3, delay_seconds=2.0)
+    faulty = FaultyTransport(MemoryTransport(network), seed, plan, LoopClock())
+    client = channel(network, transport=faulty)
+    await client.open(120)
+    await faulty.close()
 
 
 def test_long_names_give_valid_and_distinct_addresses():
@@ -300,17 +294,14 @@ async def _lossy(kind):
 
 
 @pytest.mark.parametrize("kind", ["up", "down", "refused"])
-def test_a_message_lost_with_its_connection_is_revealed(kind):
-    @virtual
-    async def check():
-        client = await _lossy(kind)
-        async with asyncio.timeout(CHECK_SECONDS + 1):
-            assert isinstance(await client.recv(), Welcome)
-        with pytest.raises(TimeoutError):  # once
-            async with asyncio.timeout(3 * CHECK_SECONDS):
-                await client.recv()
-
-    check()
+@virtual
+async def test_a_message_lost_with_its_connection_is_revealed(kind):
+    client = await _lossy(kind)
+    async with asyncio.timeout(CHECK_SECONDS + 1):
+        assert isinstance(await client.recv(), Welcome)
+    with pytest.raises(TimeoutError):  # once
+        async with asyncio.timeout(3 * CHECK_SECONDS):
+            await client.recv()
 
 
 @virtual

@@ -163,20 +163,17 @@ async def test_dropped_chunks_say_nothing_more():
         ({"tokens": np.array([1, 2, 10**6], dtype=np.int32)}, "tokens"),
     ],
 )
-def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
-    @virtual
-    async def check():
-        async with engine() as (buffer, server, *_):
-            await buffer.run(**changes)
-            await buffer.run(1, new=2)
-            await eventually(lambda: len(buffer.said) == 3)
-            (failed,) = buffer.heard(wire.ChunkFailed)
-            assert (failed.code, failed.fatal, failed.attempt) == ("invalid_field", True, 1)
-            assert problem in failed.message
-            assert set(buffer.results()) == {("1", 1)}
-            assert server.running == {}
-
-    check()
+@virtual
+async def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
+    async with engine() as (buffer, server, *_):
+        await buffer.run(**changes)
+        await buffer.run(1, new=2)
+        await eventually(lambda: len(buffer.said) == 3)
+        (failed,) = buffer.heard(wire.ChunkFailed)
+        assert (failed.code, failed.fatal, failed.attempt) == ("invalid_field", True, 1)
+        assert problem in failed.message
+        assert set(buffer.results()) == {("1", 1)}
+        assert server.running == {}
 
 
 @pytest.mark.parametrize("kind", ["routed_experts |u1 x", "routed_experts |u1 0", "routed_experts |V9 2"])

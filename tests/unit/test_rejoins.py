@@ -153,21 +153,18 @@ def test_one_event_one_rejoin(idle, event, losses):
 
 @pytest.mark.parametrize("lags", LAGS, ids=str)
 @pytest.mark.parametrize("way", ["up", "down", "both"])
-def test_one_loss_one_rejoin(way, lags):
-    @virtual
-    async def check():
-        network = MemoryNetwork()
-        await Server(network).start()
-        transport = LaggedTransport(network, *lags)
-        peer = await Peer(transport).start()
-        await asyncio.sleep(10)
-        transport.lose_up, transport.lose_down = lambda _: way != "down", lambda _: way != "up"
-        await asyncio.sleep(0.7)
-        transport.lose_up = transport.lose_down = lambda _: False
-        await asyncio.sleep(3 * CHECK_SECONDS + sum(lags))
-        assert len(peer.rejoins) == 1
-
-    check()
+@virtual
+async def test_one_loss_one_rejoin(way, lags):
+    network = MemoryNetwork()
+    await Server(network).start()
+    transport = LaggedTransport(network, *lags)
+    peer = await Peer(transport).start()
+    await asyncio.sleep(10)
+    transport.lose_up, transport.lose_down = lambda _: way != "down", lambda _: way != "up"
+    await asyncio.sleep(0.7)
+    transport.lose_up = transport.lose_down = lambda _: False
+    await asyncio.sleep(3 * CHECK_SECONDS + sum(lags))
+    assert len(peer.rejoins) == 1
 
 
 @virtual

@@ -80,17 +80,14 @@ class Judge:
 @pytest.mark.parametrize(
     "reward", [lengths, lengths_later, per_response(length), per_response(length_later), Judge()]
 )
-def test_any_callable_gives_floats_in_index_order(reward):
-    @virtual
-    async def run():
-        rollout = played(2)
-        async with Scores(rollout, reward) as scores:
-            finish(rollout, "1", "0")
-            result = await scores.result()
-        assert [scored.group.prompt_id for scored in result] == ["0", "1"]
-        assert [scored.rewards for scored in result] == [(1.0, 2.0, 3.0)] * 2
-
-    run()
+@virtual
+async def test_any_callable_gives_floats_in_index_order(reward):
+    rollout = played(2)
+    async with Scores(rollout, reward) as scores:
+        finish(rollout, "1", "0")
+        result = await scores.result()
+    assert [scored.group.prompt_id for scored in result] == ["0", "1"]
+    assert [scored.rewards for scored in result] == [(1.0, 2.0, 3.0)] * 2
 
 
 @virtual

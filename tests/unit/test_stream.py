@@ -138,29 +138,26 @@ async def test_a_publisher_that_refuses_us_is_an_error():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_faults_and_restarts_end_in_the_same_state(seed):
-    @virtual
-    async def check():
-        network = MemoryNetwork()
-        plan = Faults(drop=0.1, duplicate=0.1, reorder=0.2, delay_seconds=0.2)
+@virtual
+async def test_any_faults_and_restarts_end_in_the_same_state(seed):
+    network = MemoryNetwork()
+    plan = Faults(drop=0.1, duplicate=0.1, reorder=0.2, delay_seconds=0.2)
 
-        def node(salt):
-            return FaultyTransport(MemoryTransport(network), 100 * seed + salt, plan, LoopClock())
+    def node(salt):
+        return FaultyTransport(MemoryTransport(network), 100 * seed + salt, plan, LoopClock())
 
-        follower = Follower(node(9))
-        for incarnation in range(1, 4):
-            publisher = await Publisher(node(incarnation), incarnation=incarnation).start()
-            for n in range(200):
-                await publisher.put(f"{incarnation}.{n % 20}", float(n))
-                await asyncio.sleep(0.05)
-            if incarnation < 3:
-                await publisher.stop()
-        await eventually(lambda: follower.state == publisher.state, seconds=120)
-        assert follower.stream.counters["snapshots"] > 1
-        follower.task.cancel()
-        await publisher.stop()
-
-    check()
+    follower = Follower(node(9))
+    for incarnation in range(1, 4):
+        publisher = await Publisher(node(incarnation), incarnation=incarnation).start()
+        for n in range(200):
+            await publisher.put(f"{incarnation}.{n % 20}", float(n))
+            await asyncio.sleep(0.05)
+        if incarnation < 3:
+            await publisher.stop()
+    await eventually(lambda: follower.state == publisher.state, seconds=120)
+    assert follower.stream.counters["snapshots"] > 1
+    follower.task.cancel()
+    await publisher.stop()
 
 
 async def test_a_stream_over_tcp_survives_a_restart():

@@ -82,15 +82,12 @@ async def test_a_session_that_ends_is_not_waited_for():
 
 
 @pytest.mark.parametrize("when", [0.5, 2.5])
-def test_a_cancelled_session_takes_nothing_from_its_siblings(when):
-    @virtual
-    async def check() -> None:
-        sessions = Sessions(KEY, 2, Seer().submit)
-        first = asyncio.create_task(sessions.ask(0, REQUEST))
-        asyncio.get_running_loop().call_at(when, first.cancel)
-        await asyncio.sleep(2)
-        assert await sessions.ask(1, REQUEST) == "whole 1"
-        with pytest.raises(asyncio.CancelledError):
-            await first
-
-    check()
+@virtual
+async def test_a_cancelled_session_takes_nothing_from_its_siblings(when):
+    sessions = Sessions(KEY, 2, Seer().submit)
+    first = asyncio.create_task(sessions.ask(0, REQUEST))
+    asyncio.get_running_loop().call_at(when, first.cancel)
+    await asyncio.sleep(2)
+    assert await sessions.ask(1, REQUEST) == "whole 1"
+    with pytest.raises(asyncio.CancelledError):
+        await first
