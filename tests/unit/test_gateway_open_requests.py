@@ -174,33 +174,6 @@ async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_aw
 
 
 @virtual
-async def test_or_aborts_it() -> None:
-    buffer = FakeBuffer()
-    requests = desk_of(buffer, restart=False)
-    task = ask(requests)
-    await asyncio.sleep(1)
-    buffer.end_all()
-    assert await status_of(task) == 503
-    assert requests.counters["discarded_tokens"] == 7
-    assert requests.under_way == 0
-
-
-@virtual
-async def test_nothing_is_submitted_while_paused() -> None:
-    buffer = FakeBuffer()
-    requests = desk_of(buffer)
-    before = ask(requests, "before")
-    await asyncio.sleep(1)
-    requests.pause(abort=False)
-    during = ask(requests, "during")
-    await asyncio.sleep(50)
-    assert before.done()
-    assert [names for names, _, _ in buffer.asked] == [["before"]]
-    requests.resume()
-    assert set(await during) == {"during"}
-
-
-@virtual
 async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -236,18 +209,6 @@ async def test_a_request_that_takes_too_long_is_cancelled() -> None:
     task = ask(desk_of(buffer, seconds=30))
     assert await status_of(task) == 504
     assert buffer.cancelled == ["a"]
-
-
-@virtual
-async def test_a_caller_that_leaves_cancels_its_prompts() -> None:
-    buffer = FakeBuffer()
-    requests = desk_of(buffer)
-    task = ask(requests, "a", "b")
-    await asyncio.sleep(1)
-    task.cancel()
-    await asyncio.wait([task])
-    assert buffer.cancelled == ["a", "b"]
-    assert (requests.open_requests, requests.under_way) == (0, 0)
 
 
 @virtual
