@@ -277,7 +277,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing():
     answer(machine, "a", ASLEEP)
     assert machine.awake == {"a"}
     machine.apply(orders.sleep("t", True), 0.0, idle=True)
-    answer(machine, "a", AWAKE)  # it was told to sleep
+    assert answer(machine, "a", AWAKE) == []  # it was told to sleep
     assert answer(machine, "a", ASLEEP) == [orders.rests("t", True)]
 
 

@@ -175,21 +175,18 @@ async def test_tokens_of_other_weights_than_the_live_ones_are_never_taken():
     [([7, 8], [2], 1), ([7, 8], [1], 2), ([7, 8], [3], 3), ([7], [-1, 2], 1)],
     ids=["few logprobs", "many tokens", "few tokens", "less than none"],
 )
-def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens, counts, logprobs):
-    @virtual
-    async def check():
-        async with buffer() as world:
-            trainer, engine = await world.trainer(), await world.engine()
-            await trainer.submit("p")
-            (chunk,) = await engine.chunks()
-            await engine.end(chunk, tokens, counts, logprobs)
-            assert (await trainer.done(), await trainer.engines()) == ({}, [])
-            await engine.again()
-            (chunk,) = await engine.chunks()
-            await engine.end(chunk, [9])
-            assert await trainer.done() == {"p": [9]}
-
-    check()
+@virtual
+async def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens, counts, logprobs):
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, tokens, counts, logprobs)
+        assert (await trainer.done(), await trainer.engines()) == ({}, [])
+        await engine.again()
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [9])
+        assert await trainer.done() == {"p": [9]}
 
 
 @pytest.mark.parametrize("wrong", [{"counts": [2]}, {"beside": {"experts |u1 2": 4}}])
@@ -304,22 +301,18 @@ def leave(engine):
 
 
 @pytest.mark.parametrize(("parts", "died"), [(fail, True), (vanish, True), (leave, False)])
-def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, died):
+@virtual
+async def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, died):
     """What ran on several that died is tried alone from then on."""
-
-    @virtual
-    async def check():
-        async with buffer() as world:
-            trainer = await world.trainer()
-            await trainer.submit("p", "q")
-            for incarnation in range(SUSPECT_DEATHS):
-                engine = await world.engine(incarnation=incarnation)
-                assert len(await engine.chunks()) == 2
-                await parts(engine)
-            engine = await world.engine(incarnation=SUSPECT_DEATHS)
-            assert len(await engine.chunks()) == (1 if died else 2)
-
-    check()
+    async with buffer() as world:
+        trainer = await world.trainer()
+        await trainer.submit("p", "q")
+        for incarnation in range(SUSPECT_DEATHS):
+            engine = await world.engine(incarnation=incarnation)
+            assert len(await engine.chunks()) == 2
+            await parts(engine)
+        engine = await world.engine(incarnation=SUSPECT_DEATHS)
+        assert len(await engine.chunks()) == (1 if died else 2)
 
 
 # --- who has to shake hands, and when --------------------------------------------------------
@@ -441,44 +434,30 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
         assert await trainer.hear(wire.Message) == []
 
 
-@virtual
-async def test_engines_are_not_put_to_sleep_during_an_update():
-    async with buffer() as world:
-        trainer, engine = await world.trainer(), await world.engine()
-        await trainer.say(wire.UpdateWeights(version=1, source="/new"))
-        await trainer.say(wire.Sleep(asleep=True, call_id=5))
-        (answer,) = await trainer.hear(wire.Slept)
-        assert (bool(answer.problem), answer.call_id) == (True, 5)
-        assert await engine.hear(wire.Sleep) == []
-
-
 # --- estimates -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tokens", "spread"), [(math.inf, 0.0), (-5.0, 0.5), (0.0, 0.5), (5.0, math.inf), (5.0, math.nan)]
 )
-def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
-    @virtual
-    async def check():
-        async with buffer() as world:
-            trainer, engine = await world.trainer(), await world.engine(seats=1)
-            context = await world.context()
-            await asyncio.sleep(BRIEF)
-            await trainer.submit("first", "short", "long")
-            await context.put("r/short", 10.0)
-            await context.put("r/long", 20.0)
-            news = wire.Estimates(estimates={"r/short": tokens}, spreads={"r/short": spread})
-            await context.stream.publish(news)
-            ran = []
-            for _ in range(3):
-                await asyncio.sleep(0.001)
-                (chunk,) = await engine.chunks()
-                ran.append(chunk.group_id)
-                await engine.end(chunk, [7])
-            assert ran == ["r/first", "r/long", "r/short"]
-
-    check()
+@virtual
+async def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine(seats=1)
+        context = await world.context()
+        await asyncio.sleep(BRIEF)
+        await trainer.submit("first", "short", "long")
+        await context.put("r/short", 10.0)
+        await context.put("r/long", 20.0)
+        news = wire.Estimates(estimates={"r/short": tokens}, spreads={"r/short": spread})
+        await context.stream.publish(news)
+        ran = []
+        for _ in range(3):
+            await asyncio.sleep(0.001)
+            (chunk,) = await engine.chunks()
+            ran.append(chunk.group_id)
+            await engine.end(chunk, [7])
+        assert ran == ["r/first", "r/long", "r/short"]
 
 
 @virtual

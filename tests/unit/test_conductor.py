@@ -200,18 +200,6 @@ def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
     assert world.where("a") == (False, False, False)
 
 
-def test_submissions_wait_while_either_machine_holds_them():
-    world = World()
-    world.conductor.join("a", REGISTER, 1)
-    world.conductor.apply(orders.sleep("t", True))
-    world.submit()
-    assert not world.take(wire.RunChunk)
-    world.conductor.apply(orders.slept("a", True))
-    world.conductor.apply(orders.sleep("t", False))
-    world.conductor.apply(orders.slept("a", False))
-    assert [name for name, _ in world.take(wire.RunChunk)] == ["a"]
-
-
 def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected():
     world = World()
     world.conductor.join("a", REGISTER, 1)
@@ -250,20 +238,6 @@ def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world.tick_until(21.0, heard=["b"])
     assert world.lost == ["a"]
     assert ("a" in world.weights, "b" in world.weights) == (False, True)
-
-
-def test_a_trainer_that_gives_no_sign_loses_its_work_in_the_end():
-    world = World()
-    world.conductor.join("a", REGISTER, 1)
-    world.conductor.received_from_trainer(b"t", 1)
-    world.submit()
-    world.tick_until(59.0, heard=["a"])
-    world.conductor.received_from_trainer(b"t", 1)
-    world.tick_until(118.0, heard=["a"])
-    assert world.machine.requests
-    world.tick_until(122.0, heard=["a"])
-    assert not world.machine.requests
-    assert not len(world.store)
 
 
 def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
@@ -460,17 +434,6 @@ def test_images_of_a_group_stay_until_it_is_forgotten():
     world.end("a", chunk, [7])
     world.conductor.apply(orders.acknowledged("t", "r", ["p"]))
     assert world.images.begin("c" * 64, filling, 0.0) == [X]
-
-
-def test_images_that_do_not_come_end_their_prompt_by_name():
-    world = World()
-    world.conductor.join("a", WITH_IMAGES, 1)
-    world.submit(("p", "q"), images=[PLACED, []])
-    assert [chunk.request_id for _, chunk in world.take(wire.RunChunk)] == ["r/q#0"]
-    world.conductor.apply(events.ImagesStalled(["r/p", "r/q"], "no images came"))
-    [(_, refused)] = world.take(wire.Refused)
-    assert (refused.prompt_ids, refused.message) == (["p"], "no images came")
-    assert not world.images._users
 
 
 def test_engines_without_images_get_no_chunk_with_one():

@@ -39,14 +39,6 @@ def test_nobody_is_awake_when_all_who_sleep_are_gone():
     assert made.apply(Tick(), 3.0, idle=True) == [orders.rest("a", False)]
 
 
-def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
-    made = machine("a")
-    assert made.apply(orders.sleep("t", True, 7), 2.0, idle=True, loading=["a"]) == []
-    assert made.apply(orders.sleep("t", True, 8), 3.0, idle=True, loading=["a"]) == []
-    assert made.apply(Tick(), 4.0, idle=True) == [orders.rest("a", True)]
-    assert made.apply(orders.slept("a", True), 5.0, idle=True) == [orders.rests("t", True, "", 8)]
-
-
 def test_a_new_incarnation_has_a_deadline_of_its_own():
     made = machine("a")
     assert made.apply(orders.sleep("t", True), 0.0, idle=True) == [orders.rest("a", True)]
@@ -54,14 +46,6 @@ def test_a_new_incarnation_has_a_deadline_of_its_own():
     assert made.apply(Tick(), 601.0, idle=True) == [orders.rest("a", True)]
     assert made.apply(Tick(), 1201.0, idle=True) == []
     assert made.apply(Tick(), 1202.0, idle=True)[0] == sleep_machine.GiveUp("a")
-
-
-def test_who_was_told_to_sleep_is_not_awake_and_an_earlier_answer_changes_nothing():
-    made = machine("a", "b")
-    assert made.awake == {"a", "b"}
-    assert len(made.apply(orders.sleep("t", True), 0.0, idle=True)) == 2
-    assert made.awake == set()
-    assert made.apply(orders.slept("a", False), 1.0, idle=True) == []
 
 
 AT_WORK = orders.joined("a")
