@@ -31,17 +31,6 @@ def test_a_group_is_chunked_run_and_delivered_once():
     check(machine)
 
 
-def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
-    machine = make(engines=("a",))
-    (old, *_) = pick(submit(machine, "p", n=1), instructions.Dispatch)
-    machine.apply(Left(["a"]), 1.0)
-    (new,) = pick(machine.apply(orders.joined("a", CAPACITY), 2.0), instructions.Dispatch)
-    assert new.attempt == old.attempt + 1
-    assert not pick(end(machine, old), instructions.Keep)
-    assert machine.counters["late"] == 1
-    assert pick(end(machine, new), instructions.Keep)
-
-
 def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
     machine = make(engines=("a",), max_attempts=2)
     submit(machine, "p", "q", n=1)

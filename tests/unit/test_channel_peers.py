@@ -49,16 +49,6 @@ async def quiet(client, seconds=3 * CHECK_SECONDS):
 
 
 @virtual
-async def test_another_incarnation_is_told_even_if_its_first_welcome_was_lost():
-    network = MemoryNetwork()
-    await Scripted(welcome(1), welcome(1), welcome(2)).start(network)
-    client = channel(network)
-    await client.open(5)
-    async with asyncio.timeout(3 * CHECK_SECONDS):
-        assert (await client.recv()).incarnation == 2
-
-
-@virtual
 async def test_opening_again_asks_again():
     network = MemoryNetwork()
     server = await Scripted(welcome()).start(network)
@@ -127,17 +117,6 @@ async def test_of_too_many_peers_the_longest_silent_one_is_forgotten(monkeypatch
     assert [(address, message) for address, message in server.got if message == status(1)] == [
         (identity(name=name).address(), status(1)) for name in ("busy", "new")
     ]
-
-
-@virtual
-async def test_a_loss_is_told_once_whoever_repeats_it():
-    network = MemoryNetwork()
-    again = welcome(session=2)
-    await Scripted(welcome(session=1), again, again).start(network)
-    client = channel(network)
-    await client.open(5)
-    assert (await client.recv()).session == 2
-    await quiet(client)
 
 
 @virtual

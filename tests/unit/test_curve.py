@@ -106,32 +106,26 @@ async def heard(world, count):
     raise AssertionError(f"heard {world.heard}")
 
 
-def test_who_is_in_the_list_gets_in_and_nobody_else_does(tmp_path):
-    async def run():
-        async with world(tmp_path) as here:
-            channel = await here.channel(here.folder.of("trainer:run"))
-            await channel.send(wire.StatusRequest())
-            await heard(here, 1)
-            public, secret = pair()
-            server = here.folder.pairs["server:head"][0]
-            await here.refused(Keys(User("trainer", "run"), public, secret, server, None), "does not admit")
-            await here.refused(replace(here.folder.of("trainer:run"), server=pair()[0]), "another key")
-            await here.refused(None, "keys are used at one end alone")
-            assert len(here.heard) == 1
-
-    asyncio.run(run())
+async def test_who_is_in_the_list_gets_in_and_nobody_else_does(tmp_path):
+    async with world(tmp_path) as here:
+        channel = await here.channel(here.folder.of("trainer:run"))
+        await channel.send(wire.StatusRequest())
+        await heard(here, 1)
+        public, secret = pair()
+        server = here.folder.pairs["server:head"][0]
+        await here.refused(Keys(User("trainer", "run"), public, secret, server, None), "does not admit")
+        await here.refused(replace(here.folder.of("trainer:run"), server=pair()[0]), "another key")
+        await here.refused(None, "keys are used at one end alone")
+        assert len(here.heard) == 1
 
 
-def test_with_keys_nobody_talks_to_a_server_without(tmp_path):
-    async def run():
-        async with contextlib.AsyncExitStack() as stack:
-            folder = Folder(tmp_path)
-            here = World(folder, stack)
-            plain = here.transport(None)
-            here.endpoint = (await plain.router("tcp://127.0.0.1:0")).endpoint
-            await here.refused(folder.of("trainer:run"), "keys are used at one end alone")
-
-    asyncio.run(run())
+async def test_with_keys_nobody_talks_to_a_server_without(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Folder(tmp_path)
+        here = World(folder, stack)
+        plain = here.transport(None)
+        here.endpoint = (await plain.router("tcp://127.0.0.1:0")).endpoint
+        await here.refused(folder.of("trainer:run"), "keys are used at one end alone")
 
 
 @pytest.mark.parametrize(
@@ -144,80 +138,54 @@ def test_with_keys_nobody_talks_to_a_server_without(tmp_path):
         ("engine:node", "engine", "other", "not for the name 'other'"),
     ],
 )
-def test_a_key_is_for_its_role_and_name(tmp_path, user, role, name, match):
-    async def run():
-        async with world(tmp_path) as here:
-            await here.refused(here.folder.of(user), match, role=role, name=name)
-            await here.channel(here.folder.of("trainer:run"), name="run-2")
-            await here.channel(here.folder.of("operator:me"), name="whoever")
-
-    asyncio.run(run())
+async def test_a_key_is_for_its_role_and_name(tmp_path, user, role, name, match):
+    async with world(tmp_path) as here:
+        await here.refused(here.folder.of(user), match, role=role, name=name)
+        await here.channel(here.folder.of("trainer:run"), name="run-2")
+        await here.channel(here.folder.of("operator:me"), name="whoever")
 
 
 @pytest.mark.parametrize(("user", "name"), [("observer:grafana", "grafana"), ("engine:node", "node-7")])
-def test_who_is_no_trainer_asks_and_changes_nothing(tmp_path, user, name):
-    async def run():
-        async with world(tmp_path) as here:
-            channel = await here.channel(here.folder.of(user), name=name)
-            await channel.send(wire.StatusRequest())
-            await heard(here, 1)
-            await channel.send(wire.Sleep(asleep=True))
-            with pytest.raises(Unauthorized, match="may only read"):
-                await channel.recv()
-            assert [type(message) for message in here.heard] == [wire.StatusRequest]
-
-    asyncio.run(run())
+async def test_who_is_no_trainer_asks_and_changes_nothing(tmp_path, user, name):
+    async with world(tmp_path) as here:
+        channel = await here.channel(here.folder.of(user), name=name)
+        await channel.send(wire.StatusRequest())
+        await heard(here, 1)
+        await channel.send(wire.Sleep(asleep=True))
+        with pytest.raises(Unauthorized, match="may only read"):
+            await channel.recv()
+        assert [type(message) for message in here.heard] == [wire.StatusRequest]
 
 
-def test_a_revoked_key_is_refused_from_the_next_message_on(tmp_path):
-    async def run():
-        async with world(tmp_path) as here:
-            channel = await here.channel(here.folder.of("trainer:run"))
-            await channel.send(wire.StatusRequest())
-            await heard(here, 1)
-            here.folder.write("engine:node")
-            await channel.send(wire.StatusRequest())
-            with pytest.raises(Unauthorized, match="not admitted any more"):
-                await channel.recv()
-            await here.refused(here.folder.of("trainer:run"), "does not admit")
-            here.folder.write("trainer:run")
-            await (await here.channel(here.folder.of("trainer:run"))).send(wire.StatusRequest())
-            await heard(here, 2)
-            assert len(here.heard) == 2
-
-    asyncio.run(run())
+async def test_a_revoked_key_is_refused_from_the_next_message_on(tmp_path):
+    async with world(tmp_path) as here:
+        channel = await here.channel(here.folder.of("trainer:run"))
+        await channel.send(wire.StatusRequest())
+        await heard(here, 1)
+        here.folder.write("engine:node")
+        await channel.send(wire.StatusRequest())
+        with pytest.raises(Unauthorized, match="not admitted any more"):
+            await channel.recv()
+        await here.refused(here.folder.of("trainer:run"), "does not admit")
+        here.folder.write("trainer:run")
+        await (await here.channel(here.folder.of("trainer:run"))).send(wire.StatusRequest())
+        await heard(here, 2)
+        assert len(here.heard) == 2
 
 
-def test_a_list_that_breaks_changes_nothing(tmp_path):
-    async def run():
-        async with world(tmp_path) as here:
-            channel = await here.channel(here.folder.of("trainer:run"))
-            (tmp_path / "peers").write_text("trainer:run nonsense\n")
-            await channel.send(wire.StatusRequest())
-            await heard(here, 1)
-            (tmp_path / "peers").unlink()
-            await channel.send(wire.StatusRequest())
-            await heard(here, 2)
-
-    asyncio.run(run())
-
-
-def test_another_key_cannot_speak_for_a_peer_whose_address_it_takes(tmp_path):
-    async def run():
-        async with world(tmp_path) as here:
-            await here.channel(here.folder.of("trainer:run"))
-            thief = here.transport(here.folder.of("engine:node"))
-            address = Identity(role="trainer", name="run", incarnation=7).address()
-            socket = await thief.dealer(here.endpoint, address)
-            await socket.send(wire_frames(wire.StatusRequest()))
-            for _ in range(100):
-                await asyncio.sleep(0.01)
-                if here.hub.counters["strangers"]:
-                    break
-            assert here.hub.counters["strangers"] == 1
-            assert here.heard == []
-
-    asyncio.run(run())
+async def test_another_key_cannot_speak_for_a_peer_whose_address_it_takes(tmp_path):
+    async with world(tmp_path) as here:
+        await here.channel(here.folder.of("trainer:run"))
+        thief = here.transport(here.folder.of("engine:node"))
+        address = Identity(role="trainer", name="run", incarnation=7).address()
+        socket = await thief.dealer(here.endpoint, address)
+        await socket.send(wire_frames(wire.StatusRequest()))
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if here.hub.counters["strangers"]:
+                break
+        assert here.hub.counters["strangers"] == 1
+        assert here.heard == []
 
 
 def wire_frames(message):
@@ -226,68 +194,56 @@ def wire_frames(message):
     return encode(message)
 
 
-def test_only_services_hear_what_is_published(tmp_path):
-    async def run():
-        async with contextlib.AsyncExitStack() as stack:
-            folder = Folder(tmp_path)
-            here = World(folder, stack)
-            publisher = await here.transport(folder.server()).publisher("tcp://127.0.0.1:0")
-            ears = {
-                user: await here.transport(folder.of(user)).subscriber(publisher.endpoint)
-                for user in ("service:ctx", "trainer:run")
-            }
-            listening = {user: asyncio.create_task(ear.recv()) for user, ear in ears.items()}
-            for _ in range(100):
-                await publisher.send([b"news"])
-                await asyncio.sleep(0.01)
-            assert listening["service:ctx"].result() == [b"news"]
-            assert not listening["trainer:run"].done()
-            listening["trainer:run"].cancel()
-
-    asyncio.run(run())
+async def test_only_services_hear_what_is_published(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Folder(tmp_path)
+        here = World(folder, stack)
+        publisher = await here.transport(folder.server()).publisher("tcp://127.0.0.1:0")
+        ears = {
+            user: await here.transport(folder.of(user)).subscriber(publisher.endpoint)
+            for user in ("service:ctx", "trainer:run")
+        }
+        listening = {user: asyncio.create_task(ear.recv()) for user, ear in ears.items()}
+        for _ in range(100):
+            await publisher.send([b"news"])
+            await asyncio.sleep(0.01)
+        assert listening["service:ctx"].result() == [b"news"]
+        assert not listening["trainer:run"].done()
+        listening["trainer:run"].cancel()
 
 
-def test_the_authenticator_goes_on_when_a_check_fails(tmp_path, monkeypatch):
-    async def run():
-        async with world(tmp_path) as here:
-            find, failures = curve.Peers.find, []
+async def test_the_authenticator_goes_on_when_a_check_fails(tmp_path, monkeypatch):
+    async with world(tmp_path) as here:
+        find, failures = curve.Peers.find, []
 
-            def broken(self, public):
-                if len(failures) < 2:
-                    failures.append(public)
-                    raise RuntimeError("broken")
-                return find(self, public)
+        def broken(self, public):
+            if len(failures) < 2:
+                failures.append(public)
+                raise RuntimeError("broken")
+            return find(self, public)
 
-            monkeypatch.setattr(curve.Peers, "find", broken)
-            for incarnation in (8, 9):
-                await here.refused(here.folder.of("trainer:run"), "does not admit", incarnation=incarnation)
-            assert len(failures) == 2
-            await here.channel(here.folder.of("trainer:run"))
-
-    asyncio.run(run())
+        monkeypatch.setattr(curve.Peers, "find", broken)
+        for incarnation in (8, 9):
+            await here.refused(here.folder.of("trainer:run"), "does not admit", incarnation=incarnation)
+        assert len(failures) == 2
+        await here.channel(here.folder.of("trainer:run"))
 
 
-def test_without_keys_nothing_is_bound_where_strangers_reach_it():
-    async def run():
-        transport = ZmqTransport(bind_host="0.0.0.0")
-        with pytest.raises(ConfigError, match=r"security.insecure = true"):
-            await transport.router("tcp://127.0.0.1:0")
-        await transport.close()
-        transport = ZmqTransport(bind_host="0.0.0.0", insecure=True)
-        (await transport.router("tcp://127.0.0.1:0")).close()
-        await transport.close()
-
-    asyncio.run(run())
+async def test_without_keys_nothing_is_bound_where_strangers_reach_it():
+    transport = ZmqTransport(bind_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"security.insecure = true"):
+        await transport.router("tcp://127.0.0.1:0")
+    await transport.close()
+    transport = ZmqTransport(bind_host="0.0.0.0", insecure=True)
+    (await transport.router("tcp://127.0.0.1:0")).close()
+    await transport.close()
 
 
-def test_keys_without_a_list_bind_nothing(tmp_path):
-    async def run():
-        transport = ZmqTransport(keys=Folder(tmp_path).of("engine:node"))
-        with pytest.raises(ConfigError, match=r"security.peers is empty"):
-            await transport.router("tcp://127.0.0.1:0")
-        await transport.close()
-
-    asyncio.run(run())
+async def test_keys_without_a_list_bind_nothing(tmp_path):
+    transport = ZmqTransport(keys=Folder(tmp_path).of("engine:node"))
+    with pytest.raises(ConfigError, match=r"security.peers is empty"):
+        await transport.router("tcp://127.0.0.1:0")
+    await transport.close()
 
 
 def test_an_endpoint_can_say_whose_key_answers_there():
@@ -298,26 +254,22 @@ def test_an_endpoint_can_say_whose_key_answers_there():
         split_key("tcp://a:1#xyz")
 
 
-def test_one_handshake_that_ends_without_a_reason_is_no_problem():
+async def test_one_handshake_that_ends_without_a_reason_is_no_problem():
     """As when the server dies while a client connects."""
+    import socket
 
-    async def run():
-        import socket
-
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.setblocking(False)
-            transport = ZmqTransport()
-            dealer = await transport.dealer(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"me")
-            loop = asyncio.get_running_loop()
-            problems = []
-            for _ in range(curve.FAILURES + 1):
-                accepted, _ = await loop.sock_accept(server)
-                accepted.close()
-                await asyncio.sleep(0.05)
-                problems.append(dealer.problem)
-            dealer.close()
-            await transport.close()
-        assert problems[0] == ""
-        assert "keys are used at one end alone" in problems[-1]
-
-    asyncio.run(run())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        transport = ZmqTransport()
+        dealer = await transport.dealer(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"me")
+        loop = asyncio.get_running_loop()
+        problems = []
+        for _ in range(curve.FAILURES + 1):
+            accepted, _ = await loop.sock_accept(server)
+            accepted.close()
+            await asyncio.sleep(0.05)
+            problems.append(dealer.problem)
+        dealer.close()
+        await transport.close()
+    assert problems[0] == ""
+    assert "keys are used at one end alone" in problems[-1]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from seer.cli.keys import add, init, listed, revoke, rotate
 from seer.cli.main import main
-from seer.common.config import SecurityConfig, load
+from seer.common.config import SecurityConfig
 from seer.common.errors import ConfigError
 from seer.common.net.keys import (
     ANYONE,
@@ -227,12 +227,6 @@ def test_the_command_says_where_keys_lie_and_what_is_wrong(tmp_path):
     assert [line.split()[0] for line in shown.splitlines()] == ["server:head", "operator:owner", "trainer:a"]
     wrong = run(main, ["keys", "add", str(folder), "root:x"])
     assert (wrong.exit_code, "roles are" in wrong.stderr) == (2, True)
-
-
-def test_settings_are_read_as_all_others_are(tmp_path):
-    path = tmp_path / "seer.toml"
-    path.write_text('[security]\nkey = "k"\npeers = "p"\n')
-    assert load(path).security == SecurityConfig(key="k", peers="p")
 
 
 def test_who_comes_to_ask_may_only_ask_whatever_its_key():

@@ -175,24 +175,6 @@ async def test_a_log_keeps_what_earlier_incarnations_wrote(monkeypatch: pytest.M
         assert log.read_text().count("hello from dgds\nout of luck\n") >= 3
 
 
-async def test_what_a_killed_run_left_is_gone_once_the_next_one_starts(tmp_path: Path) -> None:
-    parent = tmp_path / "t"
-    parent.mkdir()
-    launch.tempfile.tempdir = str(parent)
-    left = launch.Scratch("run")
-    (left.path / "buffer.log").write_text("x")
-    async with LocalSystem(REPLAY, 1) as system:
-        mine = Path(system.endpoint.removeprefix("ipc://")).parent
-        assert left.path.exists()  # it is still held
-        left.keep()
-        (left.path / ".seer-scratch").write_text("")  # now it is not
-        async with LocalSystem(REPLAY, 1):
-            assert not left.path.exists()
-            assert (mine / "buffer.log").exists()
-        assert environ_of(system.pids["engine-0"]).count(f"TMPDIR={mine}\0".encode()) == 1
-    assert names_in(str(parent)) == set()
-
-
 async def test_a_child_that_refuses_shows_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_engine_1", "refuse")
     said: list[str] = []

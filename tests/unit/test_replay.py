@@ -71,12 +71,6 @@ def test_a_response_ends_at_its_natural_length_with_a_stop_token():
     assert all(-2 < value <= 0 for value in logprobs)
 
 
-def test_tokens_and_length_depend_on_key_and_prompt_only():
-    whole = alone(chunk(new=4096))
-    assert alone(chunk(new=4096, attempt=5), max_num_seqs=2)[:2] == whole[:2]
-    assert alone(chunk(index=1, new=4096))[0] != whole[0]
-
-
 def test_lengths_are_heavy_tailed_with_the_configured_mean_and_shared_by_siblings():
     lengths = [
         [

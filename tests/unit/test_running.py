@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from seer.common.errors import ConfigError
 from seer.common.process.running import Running, announce, runtime_folder, systems, the_system
 
 _HOLDER = """
@@ -62,16 +61,6 @@ def test_a_file_that_is_none_of_ours_is_no_system(folder, content):
         (held.path / "where.json").write_bytes(content)
         (other.path / "where.json").write_text('{"pid": 2, "endpoint": "tcp://127.0.0.1:2", "later": [1]}')
         assert systems() == [system(2)]
-
-
-def test_of_several_none_is_chosen_and_all_are_listed():
-    with announce(system(8, model="/models/a")), announce(system(9)), pytest.raises(ConfigError) as error:
-        the_system("--connect {endpoint}")
-    assert str(error.value).splitlines() == [
-        "2 systems run on this machine; name one:",
-        "  --connect tcp://127.0.0.1:8   (process 8, model a)",
-        "  --connect tcp://127.0.0.1:9   (process 9, no model)",
-    ]
 
 
 def test_a_system_that_stays_goes_before_those_of_single_commands():

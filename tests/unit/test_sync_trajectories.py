@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from pathlib import Path
 
 from served_buffer import endpoint as endpoint  # it answers each turn with a 2
 
@@ -82,27 +81,6 @@ def test_an_agent_may_go_on_after_an_error_of_its_environment(endpoint: str) -> 
     with SyncRolloutClient(endpoint) as client, client.trajectories([[1, 2]], **asked) as rollout:  # type: ignore[arg-type]
         (group,) = rollout.run(agent)
     assert [each.result[-4:] for each in group.trajectories] == ["/0/0", "/1/0", "/2/0"]  # type: ignore[union-attr]
-
-
-def test_the_environment_is_asked_once_however_often_the_trainer_starts(
-    endpoint: str, tmp_path: Path
-) -> None:
-    asked: list[str] = []
-
-    def agent(trajectory: SyncTrajectory) -> object:
-        trajectory.generate()
-        return trajectory.once(lambda call_id: asked.append(call_id) or len(asked))
-
-    found = []
-    for _ in range(2):
-        with (
-            SyncRolloutClient(endpoint) as client,
-            client.trajectories([[1, 2]], journal=tmp_path / "j", rollout_number=1, **ASKED) as rollout,  # type: ignore[arg-type]
-        ):
-            ((trajectories),) = [group.trajectories for group in rollout.run(agent)]
-            found.append([each.result for each in trajectories])  # type: ignore[union-attr]
-    assert found[0] == found[1]
-    assert len(asked) == 3
 
 
 def test_who_leaves_ends_agents_and_waits_for_those_at_work(endpoint: str) -> None:
