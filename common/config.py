@@ -259,6 +259,8 @@ class EngineConfig(Section, frozen=True):
     """Deadline for such an update: an engine that lacks weights then ends, and starts again."""
     load_seconds: Seconds = 900.0
     """Deadline for loading the model."""
+    leave_notice: str = ""
+    """File or `http://` URL that tells that this machine is about to go: docs/deployment.md#spot-machines."""
     image_bytes: Bytes = 4 * 2**30
     """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
     cpu_cores: str = ""

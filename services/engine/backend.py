@@ -159,6 +159,13 @@ class Backend(Protocol):
         """Forget a chunk; nothing further is reported of it. Unknown ones are ignored."""
         ...
 
+    def end_chunks(self) -> None:
+        """Have the next step end all chunks as if each were at its limit; drop those without a token before.
+
+        Their KV is saved for whoever goes on with them; `InstanceStats.pinned_blocks` tells until when.
+        """
+        ...
+
     def has_work(self) -> bool:
         """Say whether `step` would do anything."""
         ...

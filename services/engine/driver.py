@@ -115,6 +115,10 @@ class Driver(ABC):
         """Stop a chunk; output that was produced before may still arrive."""
         self.tell(lambda: self._backend.drop(request_id, attempt))
 
+    def end_chunks(self) -> None:
+        """Have all chunks end where they are."""
+        self.tell(self._backend.end_chunks)
+
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Give the draft trees tokens of other responses."""
         self.tell(lambda: self._backend.feed(deltas))

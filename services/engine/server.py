@@ -11,8 +11,8 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - generation waits for neither the buffer nor the dgds; a chunk whose images are not here yet waits for
   them, alone (`images.py`);
 - while weights are read or loaded, or the engine goes to sleep, it still reports its status;
-- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
-  the backend fails it says `Goodbye` and ends with that error.
+- told to stop, or that its machine goes (`leaving.py`), it hands back what its chunks have so far, with their
+  KV, and leaves: a chunk may end anywhere; when the backend fails it says `Goodbye` and ends with that error.
 
 Orders about weights and sleep are `weights/updater.py`'s, other nodes with ranks of it `nodes/leader.py`'s.
 """
@@ -31,7 +31,6 @@ from seer.common.errors import EngineError, InvalidField, NotLoaded, SeerError, 
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
 from seer.common.net.keys import load_keys, new_name, own_public
-from seer.common.net.node import node_id
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import port_environment
 from seer.common.process.log import get_logger
@@ -42,6 +41,7 @@ from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_mess
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.images import EngineImages
+from seer.services.engine.leaving import Leaving
 from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
 from seer.services.engine.nodes.same_settings import Meeting, check_nodes, meeting
@@ -147,7 +147,8 @@ class EngineServer:
         self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
-        self._sendable, self._streaming, self._finished = (asyncio.Event() for _ in range(3))
+        self._sendable, self._streaming = asyncio.Event(), asyncio.Event()
+        self._leaving = Leaving(settings.leave_notice, self._driver, clock)
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
@@ -198,7 +199,8 @@ class EngineServer:
                 ]
                 if self._nodes is not None:
                     serving.append(tasks.create_task(self._nodes.run()))
-                await self._finished.wait()
+                await self._leaving.wait()
+                await self._hand_back()
                 for task in serving:
                     task.cancel()
         finally:
@@ -206,7 +208,13 @@ class EngineServer:
 
     def drain(self) -> None:
         """Hand back what the chunks have so far, and let `run` return."""
-        self._finished.set()
+        self._leaving.begin()
+
+    async def _hand_back(self) -> None:
+        for request_id, run in list(self.running.items()):
+            if not run.tokens:
+                self._drop_chunk(request_id, run.attempt)
+        await self._leaving.hand_back(lambda: bool(self.running))
 
     # --- from the buffer -----------------------------------------------------------------
 
@@ -233,6 +241,8 @@ class EngineServer:
                     pass
 
     def _start_chunk(self, order: wire.RunChunk) -> None:
+        if self._leaving.begun:
+            return  # others run it once this engine has said goodbye
         current = self.running.get(order.request_id)
         if current is not None:
             if current.attempt >= order.attempt:
@@ -349,11 +359,7 @@ class EngineServer:
                 self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
             run.add(generated)
             if run.stream and generated.token_ids:
-                self._unsent[generated.request_id] = run
-                self._streaming.set()
-                if not run.sent:  # somebody waits for the first token
-                    self._stream_due = True
-                    self._wake()
+                self._stream(generated.request_id, run)
             if self._draft_groups is not None:
                 self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
@@ -364,11 +370,18 @@ class EngineServer:
                 self._chunk_left(end.request_id, run, finished=bool(end.finish) and not (run.parks or lacks))
                 if lacks:
                     self._reject(end.request_id, run.attempt, EngineError(NO_ROUTES))
-                else:
+                elif len(run.tokens) > run.sent:  # else all that it handed back was streamed
                     self._ended.append((end, run))
         for failure in out.failed:
             self._fail(failure.request_id, failure.attempt, failure.error)
         if out.ended:
+            self._wake()
+
+    def _stream(self, request_id: str, run: RunningChunk) -> None:
+        self._unsent[request_id] = run
+        self._streaming.set()
+        if not run.sent:  # somebody waits for the first token
+            self._stream_due = True
             self._wake()
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
@@ -422,7 +435,7 @@ class EngineServer:
             return self._failed.pop(0)
         if (question := self._images.question()) is not None:
             return question
-        if self._ended or (self._stream_due and self._unsent):
+        if not self._leaving.begun and (self._ended or (self._stream_due and self._unsent)):
             ended, self._ended = self._ended, []
             going_on, self._unsent, self._stream_due = self._unsent, {}, False
             return done_message(ended, self._updater.live.version, going_on)
@@ -444,20 +457,7 @@ class EngineServer:
                 await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> wire.Register:
-        live, dropped, sleeping = self._updater.live, self._updater.dropped, self._updater.sleeping
-        known = dropped or live
-        return wire.Register(
-            capacity=self._info.capacity,
-            weight_version=live.version,
-            versions=self._info.versions,
-            weights_digest=known.digest,
-            weights_source=known.source,
-            node=node_id(),
-            weights_endpoint=self._weights_endpoint,
-            sleeping=sleeping.tags,
-            dropped_version=dropped.version if dropped is not None else -1,
-            wish=self._updater.wish,
-        )
+        return self._updater.registration(self._info.capacity, self._info.versions, self._weights_endpoint)
 
     async def _pace_streams(self) -> None:
         while True:
@@ -478,9 +478,8 @@ class EngineServer:
     async def _leave(self) -> None:
         """Send the results there are, say goodbye, close the backend."""
         for request_id, run in self.running.items():
-            if (
-                len(run.tokens) > run.sent and self._finished.is_set()
-            ):  # else the backend failed: only complete chunks count
+            # Else the backend failed: only complete chunks count.
+            if len(run.tokens) > run.sent and self._leaving.begun:
                 self._ended.append((ChunkEnd(request_id=request_id, attempt=run.serial, finish=""), run))
         self.running.clear()
         try:
@@ -489,7 +488,7 @@ class EngineServer:
                     await self._buffer.send(answer)
                 if self._ended:
                     await self._buffer.send(done_message(self._ended, self._updater.live.version, {}))
-                await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
+                await self._buffer.send(wire.Goodbye(problem="" if self._leaving.begun else "it failed"))
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without saying goodbye to the buffer", error=str(error))
         self._buffer.close()
@@ -497,5 +496,5 @@ class EngineServer:
         await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
         if self._nodes is not None:
-            await self._nodes.close("" if self._finished.is_set() else "it failed")
+            await self._nodes.close("" if self._leaving.begun else "it failed")
         await self._driver.close()

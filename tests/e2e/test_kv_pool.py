@@ -35,8 +35,10 @@ class System:
         self.local = local
         self.client = client
 
-    async def roll(self, number: int, meanwhile: Callable[[], None] | None = None) -> Tokens:
-        """Return all tokens of a rollout; do something in its midst.
+    async def roll(
+        self, number: int, meanwhile: Callable[[], None] | None = None, after: int = TOKENS // 2
+    ) -> Tokens:
+        """Return all tokens of a rollout; do something once responses have `after` tokens on average.
 
         Each number has tokens of its own: no KV of an earlier rollout is in the engines' own caches.
         """
@@ -46,15 +48,15 @@ class System:
         )
         done = asyncio.create_task(rollout.result())
         if meanwhile is not None:
-            await until_generated(self.client, PROMPTS * GROUP * TOKENS // 2)
+            await until_generated(self.client, PROMPTS * GROUP * after)
             assert not done.done()
             meanwhile()
         return [response.token_ids.tolist() for group in await done for response in group.responses]
 
-    async def stats(self) -> InstanceStats:
-        """Return the engines' counters, added up, once they have reported."""
+    async def stats(self, engines: tuple[str, ...] = ("engine-0", "engine-1")) -> InstanceStats:
+        """Return these engines' counters, added up, once they have reported."""
         await asyncio.sleep(1.5)
-        every = [instance.stats for instance in (await self.client.status()).instances]
+        every = [each.stats for each in (await self.client.status()).instances if each.name in engines]
         names = [name for name in InstanceStats.__struct_fields__ if name.startswith(("pool_", "preempt"))]
         return InstanceStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
 
@@ -119,6 +121,20 @@ async def test_after_an_update_old_kv_is_neither_found_nor_kept(
         while old & await namespaces(moving):
             await asyncio.sleep(0.5)
     assert await namespaces(moving)
+
+
+async def test_an_engine_that_leaves_hands_its_chunks_back_with_their_kv(
+    engines: SharedEngines, pair: SharedEngines
+) -> None:
+    endpoint = engines.anew(chunk_size=TOKENS // 2)
+    async with RolloutClient(endpoint, tokenizer=MODEL) as client:
+        system = System(engines.system, client)
+        before = await system.stats(("engine-0",))
+        rolled = await system.roll(5, lambda: system.signal("engine-1", signal.SIGTERM), after=TOKENS // 8)
+        after = await system.stats(("engine-0",))
+        assert after.pool_tokens > before.pool_tokens
+        assert after.pool_failures == before.pool_failures
+    assert [rolled] == await undisturbed(pair, [5])
 
 
 @pytest.mark.parametrize(

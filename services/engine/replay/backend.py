@@ -71,6 +71,7 @@ class ReplayBackend:
         self._sleeping = SleepState.AWAKE
         self._has_weights = True
         self._runs: dict[str, _Run] = {}
+        self._handed_back: list[ChunkEnd] = []
         self._responses: SyntheticResponses | TraceResponses | None = None
         self._salt = 0
         self._model_digest = ""
@@ -165,14 +166,26 @@ class ReplayBackend:
             self._model.remove(run.sequence)
             del self._runs[request_id]
 
+    def end_chunks(self) -> None:
+        """See `Backend.end_chunks`."""
+        for run in list(self._runs.values()):
+            sequence = run.sequence
+            del run.token_ids[len(run.token_ids) - (sequence.end - sequence.length) :]
+            self._model.remove(sequence)
+            if run.token_ids:
+                self._handed_back.append(self._end(sequence, finish=False))
+            else:
+                del self._runs[sequence.name]
+
     def has_work(self) -> bool:
         """See `Backend.has_work`."""
-        return bool(self._runs)
+        return bool(self._runs or self._handed_back)
 
     def step(self) -> StepOutput:
         """See `Backend.step`."""
+        handed_back, self._handed_back = self._handed_back, []
         if not self._runs:
-            return StepOutput()
+            return StepOutput(ended=handed_back)
         step = self._model.step()
         generated = []
         for sequence in step.ran:
@@ -191,7 +204,7 @@ class ReplayBackend:
         self._generated += len(step.ran)
         self._prompt += step.prefilled
         seconds = self._config.replay.step_seconds + len(step.ran) * self._config.replay.row_seconds
-        ended = [self._end(sequence) for sequence in step.ended]
+        ended = handed_back + [self._end(sequence) for sequence in step.ended]
         return StepOutput(generated=generated, ended=ended, seconds=seconds)
 
     def _beside(self, run: _Run, place: int) -> dict[str, Array]:
@@ -207,7 +220,7 @@ class ReplayBackend:
             found[PROMPT_LOGPROBS] = made_up_alternatives(prompt, own, chunk.prompt_logprobs, vocab)
         return found
 
-    def _end(self, sequence: Sequence) -> ChunkEnd:
+    def _end(self, sequence: Sequence, *, finish: bool = True) -> ChunkEnd:
         run = self._runs.pop(sequence.name)
         routes = None
         if run.chunk.routes_from is not None:
@@ -216,8 +229,8 @@ class ReplayBackend:
         return ChunkEnd(
             request_id=sequence.name,
             attempt=run.chunk.attempt,
-            finish=run.finish,
-            stop_reason=str(run.token_ids[-1]) if run.finish == "stop" else "",
+            finish=run.finish if finish else "",
+            stop_reason=str(run.token_ids[-1]) if finish and run.finish == "stop" else "",
             preemptions=sequence.preemptions,
             routes=routes,
         )

@@ -34,7 +34,7 @@ from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.vllm import env, loading
-from seer.services.engine.vllm.checks import check_chunk, token_budget
+from seer.services.engine.vllm.checks import check_chunk, token_budget, tokens_left
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.step_times import step_costs
@@ -109,6 +109,7 @@ class VllmBackend:
         self._engine_ids: dict[tuple[str, int], str] = {}
         self._next_id = itertools.count()
         self.fault_position: int | None = None
+        self._handed_back = StepOutput()  # of the next step
         self._joined = 0  # chunks that were added since the last step
         self._busy_since = 0.0  # when the last step ended, 0 if it left no work
         self._reset_counters()
@@ -230,16 +231,26 @@ class VllmBackend:
             self.core.abort(engine_id)
             self._forget(engine_id)
 
+    def end_chunks(self) -> None:
+        """See `Backend.end_chunks`."""
+        for engine_id, run in list(self._runs.items()):
+            if run.left == tokens_left(run.chunk):
+                self.drop(run.chunk.request_id, run.chunk.attempt)
+            else:
+                self.core.hand_back(run.request)
+                self._end(engine_id, self._handed_back, "", "")
+
     def has_work(self) -> bool:
         """Say whether `step` would do anything: run chunks, end steps under way, free saved blocks."""
-        return bool(self._runs) or self.core.has_steps_under_way or self.core.has_pending_saves
+        waits = self._runs or self._handed_back.ended
+        return bool(waits) or self.core.has_steps_under_way or self.core.has_pending_saves
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step.
 
         Where vLLM schedules ahead, this begins a step and returns what the one before has produced.
         """
-        result, begun = StepOutput(), time.perf_counter()
+        result, self._handed_back, begun = self._handed_back, StepOutput(), time.perf_counter()
         for engine_id in self._gate.start(self.core.kv.free, self.core.kv.held):
             run = self._runs[engine_id]
             self.core.add(run.request, routes=run.chunk.routes_from is not None)
@@ -249,7 +260,8 @@ class VllmBackend:
         for output in outputs:
             self._report(output, result)
         self._report_acceptance(result)
-        if not outputs and (self._sharing is not None or self._waits_for_grammars()):
+        grammars = (run.chunk.sampling.structured_outputs for run in self._runs.values())
+        if not outputs and (self._sharing is not None or any(grammars)):
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
         ended = time.perf_counter()
@@ -266,9 +278,6 @@ class VllmBackend:
                 self._drafting.check_profile(len(outputs), self._mean_context, result.seconds)
         self._joined, self._busy_since = 0, ended if self._runs else 0.0
         return result
-
-    def _waits_for_grammars(self) -> bool:
-        return any(run.chunk.sampling.structured_outputs for run in self._runs.values())
 
     def _mean_tokens(self) -> float:
         """Return how many tokens the responses that run have, on average."""

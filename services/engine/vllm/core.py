@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.detokenizer import Detokenizer
 from seer.common.errors import EngineBroken, EngineError
@@ -21,6 +23,7 @@ from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
+from seer.services.engine.vllm.requests import EXTRA
 
 WHOLE_CONTEXT = ("FullAttentionSpec", "MLAAttentionSpec")
 """vLLM's kinds of KV of which a request keeps all blocks until its end."""
@@ -191,6 +194,14 @@ class CoreHandle:
         from vllm.v1.request import RequestStatus
 
         self.engine_core.scheduler.finish_requests(engine_id, RequestStatus.FINISHED_STOPPED)
+
+    def hand_back(self, request: Request) -> None:
+        """End a request as if it were at its limit, before its response's end: its KV is saved."""
+        from vllm.v1.request import RequestStatus
+
+        extra = request.sampling_params.extra_args
+        extra[EXTRA] = structs.replace(extra[EXTRA], continues=True)
+        self.engine_core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step of all scheduled requests; return what each produced.

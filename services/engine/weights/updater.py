@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 from seer.common import wire
 from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
+from seer.common.net.node import node_id
 from seer.common.sleep import SleepState
+from seer.common.types import Capacity
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
@@ -97,6 +99,24 @@ class WeightUpdater:
         if self.live.version != UNDEFINED:
             return ""
         return f"it has no weights: {'the last load failed' if self.dropped is None else 'it dropped them'}"
+
+    def registration(
+        self, capacity: Capacity, versions: dict[str, str], weights_endpoint: str
+    ) -> wire.Register:
+        """Return what the engine tells a buffer when it joins."""
+        known, dropped = self.dropped or self.live, self.dropped
+        return wire.Register(
+            capacity=capacity,
+            weight_version=self.live.version,
+            versions=versions,
+            weights_digest=known.digest,
+            weights_source=known.source,
+            node=node_id(),
+            weights_endpoint=weights_endpoint,
+            sleeping=self.sleeping.tags,
+            dropped_version=dropped.version if dropped is not None else -1,
+            wish=self.wish,
+        )
 
     async def start(self, model: str) -> None:
         """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
