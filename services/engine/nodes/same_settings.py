@@ -18,7 +18,9 @@ from seer.common.errors import ConfigError
 from seer.common.process.devices import visible_devices
 from seer.common.weights.mooncake import own_address
 
-OF_ONE_NODE = frozenset({"name", "node_rank", "cpu_cores", "leave_notice", "weights_root", "weights_endpoint"})
+OF_ONE_NODE = frozenset(
+    {"name", "node_rank", "cpu_cores", "leave_notice", "weights_root", "weights_endpoint"}
+)
 """Settings of `[engine]` that may differ from node to node."""
 
 MAX_TEXT = 4000
