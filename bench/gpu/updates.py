@@ -59,8 +59,11 @@ class Trainer:
         save_file({name: each.cpu() for name, each in self.scaled().items()}, folder / "model.safetensors")
 
     def scaled(self) -> dict[str, torch.Tensor]:
-        """Return the other weights."""
-        return {name: tensor * SCALE for name, tensor in self.tensors.items()}
+        """Return the other weights; of those in FP8 the scales differ alone."""
+        return {
+            name: tensor if tensor.dtype.itemsize == 1 else tensor * SCALE
+            for name, tensor in self.tensors.items()
+        }
 
     async def update(self, source: Source) -> None:
         """Make these the live weights. Raises `SeerError`."""
