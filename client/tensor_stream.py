@@ -13,10 +13,10 @@ import bisect
 import itertools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,9 +28,12 @@ _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16",
 }  # fmt: skip
 """Names of types in numpy and torch, and in safetensors."""
 
+
+T = TypeVar("T")
 
 Tensor = Any
 """A numpy array or a torch tensor."""
@@ -67,23 +70,29 @@ class TensorStream:
             described["__metadata__"] = dict(metadata)
         text = json.dumps(described).encode()
         text += b" " * (-len(text) % 8)
-        self._head = np.frombuffer(struct.pack("<Q", len(text)) + text, dtype=np.uint8)
-        self._entries = entries
-        self._starts = [len(self._head) + start for start in ends[:-1]]
-        self._last: tuple[int, Bytes] = (-1, self._head)
-        self.size = len(self._head) + ends[-1]
+        self.head = np.frombuffer(struct.pack("<Q", len(text)) + text, dtype=np.uint8)
+        self.entries = entries
+        self._starts = [len(self.head) + start for start in ends[:-1]]
+        self._last: tuple[int, Bytes] = (-1, self.head)
+        self.size = len(self.head) + ends[-1]
 
     def digest(self) -> str:
         """Return the digest (32 hex characters) of all tensors; reads every byte."""
+        return self.digest_by(self.each(hash_of))
 
-        def hashed(entry: Entry) -> bytes:
-            known = tensor_hash(entry.name, entry.dtype, entry.shape)
-            known.update(_bytes_of(entry.tensor).data)
-            return known.digest()
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names, in their order here."""
+        return [entry.name for entry in self.entries]
 
-        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
-            hashes = pool.map(hashed, self._entries)
-        return digest_of(dict(zip((entry.name for entry in self._entries), hashes, strict=True)))
+    def digest_by(self, hashes: Iterable[bytes]) -> str:
+        """Return the digest by the tensors' hashes, in their order here."""
+        return digest_of(dict(zip(self.names, hashes, strict=True)))
+
+    def each(self, work: Callable[[Entry, Bytes], T]) -> list[T]:
+        """Return what `work` returns for each tensor and its bytes, in their order here; in threads."""
+        with ThreadPoolExecutor() as pool:  # hashlib and numpy release the GIL
+            return list(pool.map(lambda entry: work(entry, bytes_of(entry.tensor)), self.entries))
 
     def read(self, offset: int, length: int) -> Bytes:
         """Return bytes [offset, offset + length): a view where they are of one tensor on the CPU."""
@@ -91,7 +100,7 @@ class TensorStream:
         end = min(self.size, offset + length)
         while offset < end:
             index = bisect.bisect_right(self._starts, offset) - 1
-            data, start = (self._head, 0) if index < 0 else (self._data(index), self._starts[index])
+            data, start = (self.head, 0) if index < 0 else (self._data(index), self._starts[index])
             part = data[offset - start : end - start]
             parts.append(part)
             offset += len(part)
@@ -99,8 +108,15 @@ class TensorStream:
 
     def _data(self, index: int) -> Bytes:
         if self._last[0] != index:
-            self._last = (index, _bytes_of(self._entries[index].tensor))
+            self._last = (index, bytes_of(self.entries[index].tensor))
         return self._last[1]
+
+
+def hash_of(entry: Entry, data: Bytes) -> bytes:
+    """Return the hash of a tensor, with its bytes."""
+    known = tensor_hash(entry.name, entry.dtype, entry.shape)
+    known.update(data.data)
+    return known.digest()
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> list[Entry]:
@@ -150,7 +166,8 @@ def _problem(tensor: Tensor) -> str:
     return ""
 
 
-def _bytes_of(tensor: Tensor) -> Bytes:
+def bytes_of(tensor: Tensor) -> Bytes:
+    """Return a tensor's bytes: a view if it is on the CPU and contiguous, else a copy."""
     if not isinstance(tensor, np.ndarray):
         import torch
 

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from seer.common.weights.finite import is_finite
 from seer.common.weights.safetensors import Stored, open_regular, stamps, stored
@@ -42,14 +43,19 @@ def digest_of(hashes: Mapping[str, bytes]) -> str:
 
 
 def hashes_of(
-    tensors: Sequence[Stored], stop: Callable[[], bool] = lambda: False, *, finite: bool = False
+    tensors: Sequence[Stored],
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    finite: bool = False,
+    known: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """Return the hashes of tensors in files by name; reads every byte, until `stop()` is true.
 
-    `finite`: all numbers must be. Raises `ValueError` or `OSError`.
+    `finite`: all numbers must be. `known`: hashes of tensors that need not be read. Raises `ValueError` or
+    `OSError`.
     """
     with ThreadPoolExecutor() as pool:  # hashlib and numpy release the GIL
-        found = pool.map(lambda each: _hash(each, stop, finite), tensors)
+        found = pool.map(lambda each: known.get(each.name) or _hash(each, stop, finite), tensors)
         return dict(zip((each.name for each in tensors), found, strict=True))
 
 

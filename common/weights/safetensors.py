@@ -95,7 +95,7 @@ def stored(folder: Path) -> list[Stored]:
     left = MAX_HEADER_BYTES
     for name, path in sorted(files.items()):
         try:
-            length, tensors = _header(path, left)
+            length, tensors = header(path, left)
         except (*NOT_DECODED, struct.error) as error:
             raise ValueError(f"holds a truncated or damaged {name}: {error}") from error
         left -= length
@@ -134,7 +134,7 @@ def _listed(index: Path) -> set[str]:
         return set()
 
 
-def _header(path: Path, most: int) -> tuple[int, list[Stored]]:
+def header(path: Path, most: int = MAX_HEADER_BYTES) -> tuple[int, list[Stored]]:
     """Return a header's length and its tensors: 8 bytes of length, JSON, data."""
     with open_regular(path) as opened:
         whole = os.fstat(opened.fileno()).st_size
