@@ -22,6 +22,7 @@ from typing import Self, get_args
 import numpy.typing as npt
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
+from seer.client.deltas import Deltas
 from seer.client.image_uploads import ImageUploads
 from seer.client.mismatch import mismatch_of
 from seer.client.open_rollout import OpenRollout
@@ -84,8 +85,8 @@ class RolloutClient:
 
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
     only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`; if it drained,
-    those with a deadline wait until then for its successor. Entering raises
-    `Unreachable` when the buffer does not answer in `connect_seconds`. `security`: default, SEER_SECURITY__*.
+    those with a deadline wait until then for its successor. Entering raises `Unreachable` after
+    `connect_seconds`. `security`: default, SEER_SECURITY__*. `deltas` False: tensors are always sent whole.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class RolloutClient:
         silence_seconds: float = 60.0,
         transport: Transport | None = None,
         security: SecurityConfig | None = None,
+        deltas: bool = True,
     ) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self.deltas = endpoint, Deltas(enabled=deltas)
         self._keys = load_keys(security_of(os.environ) if security is None else security)
         self.name = name or new_name(self._keys)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -107,13 +109,11 @@ class RolloutClient:
         self._silence_seconds = check_seconds("silence_seconds", silence_seconds)
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
-        self._next_submission = 0
+        self._next_submission, self._version_found = 0, -1
         self._noise = UsedNoise()
-        self._version_found = -1
         self._active = ActiveRollouts(self.tokenizer)
         self._uploads = ImageUploads(lambda *lost: self._send_all(self._active.lose_image(*lost)))
-        self._resubmit = False
-        self._last_heard = 0.0
+        self._resubmit, self._last_heard = False, 0.0
         self._wake = asyncio.Event()
         self._status_calls = StatusCalls()
         self._update: Update | None = None
@@ -303,24 +303,25 @@ class RolloutClient:
         digest: str = "",
         in_flight: InFlight = "finish",
         timeout_seconds: float = 3600.0,
+        base: int | None = None,
     ) -> WeightsLive:
         """Have every engine load new weights: from a folder that all nodes can read, or tensors by name.
 
-        A `LoraAdapter` is sent alone, and merged by each engine into the model that it was started with.
-        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from this process by the
-        engines (`MooncakeSource`); do not change them until this returns. All engines check the weights
+        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from here by the engines
+        (`MooncakeSource`); do not change them until this returns. Where they differ little from those sent
+        last, only what differs is sent (`docs/weights.md`); `base`, their version, wants that at any share.
+        Engines merge a `LoraAdapter` into the model that they were started with. They check all weights
         before any of them loads: after `WeightsRefused`, which names instances and reasons, nothing has
-        changed. `SharedTensors` and `Broadcast` are written straight over the live weights, unchecked but for
-        names, types and shapes: if no engine gets all of them, the last checked weights are live again.
-        `in_flight`: what happens to unfinished requests, of all trainers: `finish`, `abort` or `error`
-        (refuse the update if there are any). Later submissions of this client run with this version or fail.
-        Engines in `quarantined` could not load and get no work. Raises `Unreachable` after `timeout_seconds`.
+        changed. `SharedTensors` and `Broadcast` are written over the live weights, unchecked but for names,
+        types and shapes.
+        `in_flight`: unfinished requests, of all trainers, `finish`, are aborted (`abort`), or prevent the
+        update (`error`). Later submissions of this client run with this version or fail. Engines in
+        `quarantined` could not load and get no work. Raises `Unreachable` after `timeout_seconds`.
         """
         self._check_open()
-        if self._update is not None:
-            version_asked = self._update.request.version
-            raise InvalidField("version", version, f"await the update to version {version_asked} first")
-        self._update = update = Update(version, source, digest, in_flight)
+        if (current := self._update) is not None:
+            raise InvalidField("version", version, f"await that to {current.request.version} first")
+        self._update = update = Update(version, source, digest, in_flight, self.deltas, base)
         try:
             async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
                 live = await update.run(self._channel.send)

@@ -2,6 +2,8 @@
 
 Invariants:
 - a stream is sent once, in order, at most `SPOOL_WINDOW` parts ahead of what the buffer confirmed;
+- of a stream that differs little from the last one a delta is sent; all of it, if the buffer cannot apply
+  that, or if an engine refuses the result;
 - what was lost or damaged, or is missing in a restarted buffer, is sent again from there on;
 - an update ends with one answer or one error; the upload ends with it and not before, since a restarted
   buffer may need all of it again;
@@ -21,6 +23,7 @@ from typing import Any, Literal
 
 from msgspec import structs
 
+from seer.client.deltas import Deltas, Plan
 from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
@@ -28,6 +31,8 @@ from seer.client.tensor_stream import TensorStream
 from seer.common.blobs import checksum
 from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, WeightsRefused
+from seer.common.process.log import get_logger
+from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.lora import source_of
 from seer.common.wire import (
@@ -53,6 +58,8 @@ streamed; a `MooncakeSource`, from which engines read; a `LoraAdapter`, which en
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 
+_log = get_logger()
+
 POLL_SECONDS = 5.0
 """Silence after which the buffer is asked how much of a stream it has."""
 
@@ -60,8 +67,20 @@ POLL_SECONDS = 5.0
 class Update:
     """A request, and its answer once it is there. Raises `InvalidField` for an invalid request."""
 
-    def __init__(self, version: int, source: Source, digest: str, in_flight: InFlight) -> None:
+    def __init__(
+        self,
+        version: int,
+        source: Source,
+        digest: str,
+        in_flight: InFlight,
+        deltas: Deltas | None = None,
+        base: int | None = None,
+    ) -> None:
         check_whole("version", version, 0, INT64[1])
+        if base is not None:
+            check_whole("base", base, 0, version - 1)
+            if not isinstance(source, Mapping):
+                raise InvalidField("base", base, "only tensors are sent as a delta: leave it out")
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.adapter = source if isinstance(source, LoraAdapter) else None
@@ -70,7 +89,10 @@ class Update:
         self.stream = self.adapter.stream if self.adapter is not None else None
         if isinstance(source, Mapping):
             self.stream = TensorStream(source)
-        self._name = f"v{version}-{secrets.token_hex(6)}"
+        self._deltas, self._base = deltas or Deltas(enabled=False), base
+        self._plan: Plan | None = None
+        self._delta: TensorStream | None = None
+        self._name = new_name(version)
         where = SPOOL_SCHEME + self._name
         if self.in_place is not None:
             where = IN_PLACE_SCHEME + where
@@ -98,10 +120,12 @@ class Update:
         Raises `WeightsRefused`, or the error of the connection.
         """
         if self.in_place is None:
-            return await self._run(send)
+            return await self._run_checked(send)
+        self._deltas.forget()
         self.stream = await asyncio.to_thread(self.in_place.offer, self._name)
         self._transfer = transfer = Transfer(self.in_place)
         try:
+            await self._prepare()
             return await self._run(send)
         except WeightsRefused as error:
             if problem := await transfer.end():
@@ -110,18 +134,47 @@ class Update:
         finally:
             await transfer.end()
 
-    async def _run(self, send: Send) -> WeightsLive:
-        upload = None
+    async def _run_checked(self, send: Send) -> WeightsLive:
+        """Run an update that is not in place; if engines refuse what a delta makes, send all tensors."""
+        await self._prepare()
+        try:
+            live = await self._run(send)
+        except WeightsRefused as error:
+            if self._delta is None or not any(error.reasons):
+                raise
+            _log.warning("weights are sent whole: a delta's result was refused", reasons=error.reasons)
+            self._delta, self._name = None, new_name(self.request.version)
+            self.request = structs.replace(
+                self.request, source=SPOOL_SCHEME + self._name, call_id=new_call_id()
+            )
+            self._answer = asyncio.get_running_loop().create_future()
+            live = await self._run(send)
+        if self._plan is None:
+            self._deltas.forget()
+        else:
+            whole = self._delta is None
+            await asyncio.to_thread(self._deltas.live, self._plan, self._name, live.version, whole=whole)
+        return live
+
+    async def _prepare(self) -> None:
+        """Find out what is sent, and its digest."""
         if self.adapter is not None:
             base = await asyncio.to_thread(self.adapter.base_digest)
             self.request.source = source_of(self.request.source, base)
             if digest := await asyncio.to_thread(self.adapter.digest):
                 self._set_digest(digest)
-        elif self.stream is not None:
+        elif self.in_place is not None and self.stream is not None:
             self._set_digest(await asyncio.to_thread(self.stream.digest))
+        elif self.stream is not None:
+            self._plan = await asyncio.to_thread(self._deltas.plan, self.stream, self._base)
+            self._delta = self._plan.delta
+            self._set_digest(self._plan.digest)
         if self._mooncake is not None:
             self.request.source, found = await asyncio.to_thread(self._mooncake.offer, self._name)
             self._set_digest(found)
+
+    async def _run(self, send: Send) -> WeightsLive:
+        upload = None
         self._requested = True
         await self._send_request(send)
         if self.stream is not None:
@@ -143,7 +196,7 @@ class Update:
             if message.call_id == self.request.call_id and self._transfer is not None:
                 self._transfer.begin(message.engines)
         elif isinstance(message, SpoolState):
-            if message.name == self._name:
+            if message.name.removesuffix(DELTA) == self._name:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._states.put_nowait(message)
         elif not self._answer.done() and message.call_id == self.request.call_id:
@@ -155,9 +208,18 @@ class Update:
             self._answer.set_exception(error)
 
     async def _send_request(self, send: Send) -> None:
-        if self.stream is not None:
-            await send(OpenSpool(name=self._name, size=self.stream.size))
+        await self._open(send)
         await send(self.request)
+
+    async def _open(self, send: Send) -> None:
+        if self.stream is None:
+            return
+        plan, delta = self._plan, self._delta
+        base = plan.base if plan is not None and delta is not None else ""
+        keep = plan is not None and plan.keep
+        await send(OpenSpool(name=self._name, size=self.stream.size, base=base, keep=keep))
+        if delta is not None:
+            await send(OpenSpool(name=self._name + DELTA, size=delta.size))
 
     def _set_digest(self, found: str) -> None:
         """Have engines accept only weights with this digest."""
@@ -171,22 +233,48 @@ class Update:
 
     async def _upload(self, stream: TensorStream, send: Send) -> None:
         confirmed = sent = 0
+        made = False  # the buffer has the whole stream
         while True:
-            while sent < min(stream.size, confirmed + SPOOL_WINDOW * SPOOL_BYTES):
-                data, checksum = await asyncio.to_thread(_part, stream, sent)
-                await send(SpoolData(name=self._name, offset=sent, checksum=checksum, data=data))
-                sent += len(data)
+            name, data = (self._name, stream) if self._delta is None else (self._name + DELTA, self._delta)
+            while sent < min(data.size, confirmed + SPOOL_WINDOW * SPOOL_BYTES):
+                part, checksum = await asyncio.to_thread(_part, data, sent)
+                await send(SpoolData(name=name, offset=sent, checksum=checksum, data=part))
+                sent += len(part)
             try:
-                async with asyncio.timeout(POLL_SECONDS if confirmed < stream.size else None):
+                async with asyncio.timeout(None if made else POLL_SECONDS):
                     state = await self._states.get()
             except TimeoutError:
-                await send(OpenSpool(name=self._name, size=stream.size))
+                await self._open(send)
                 continue
-            if state.problem:
-                raise WeightsRefused(self.request.version, {"": f"the upload failed: {state.problem}"})
-            confirmed = state.have
-            if state.resend:
-                sent = confirmed
+            if refused := self._refuses_delta(state):
+                self._delta, name, confirmed, sent = None, self._name, 0, 0
+                if state.name != name:
+                    await self._open(send)
+            if state.name == self._name:
+                made = state.have >= state.size
+                if state.problem:
+                    raise WeightsRefused(self.request.version, {"": f"the upload failed: {state.problem}"})
+            if state.name == name:
+                confirmed = state.have
+                sent = confirmed if state.resend or refused else sent
+
+    def _refuses_delta(self, state: SpoolState) -> bool:
+        """Return whether the buffer cannot make the stream from the delta that is sent."""
+        if self._delta is None:
+            return False
+        about_delta = state.name != self._name
+        refused = bool(state.problem) if about_delta else not (state.base or state.problem)
+        if refused and not state.have >= state.size > 0:
+            _log.warning(
+                "weights are sent whole: the buffer cannot apply the delta", version=self.request.version,
+                base=self._plan.base if self._plan else "", why=state.problem or "it lacks the base",
+            )  # fmt: skip
+        return refused
+
+
+def new_name(version: int) -> str:
+    """Return a name for a stream of this version: no earlier one has it."""
+    return f"v{version}-{secrets.token_hex(6)}"
 
 
 def new_call_id() -> int:

@@ -337,6 +337,8 @@ class Asked(ABC):
         """Bytes that the source had by its latest answer."""
         self.size = 0
         """Bytes of the blob, once the source said so."""
+        self.base, self.keep = "", False
+        """What the source last said of deltas: see `SpoolState`."""
 
     @abstractmethod
     async def patience(self) -> float:
@@ -377,6 +379,7 @@ class Asked(ABC):
                 if answer.problem:
                     raise ValueError(answer.problem)
                 self.had, self.size = answer.have, answer.size or self.size
+                self.base, self.keep = answer.base, answer.keep
             return answer
 
     async def whole_here(self, check: Callable[[int], None] = lambda size: None) -> Path | None:

@@ -133,10 +133,16 @@ class WeightsLoaded(Message, tag=True):
 
 
 class OpenSpool(Message, tag=True):
-    """Begin or resume a stream of weights of `size` bytes; 0: only ask. Answered by `SpoolState`."""
+    """Begin or resume a stream of weights of `size` bytes; 0: only ask. Answered by `SpoolState`.
+
+    With a `base`, the stream is to be made from that stream and a delta to it, which is a stream of its own.
+    `keep`: engines keep their copies, as deltas to it may follow.
+    """
 
     name: ShortStr
     size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    base: ShortStr = ""
+    keep: bool = False
 
 
 class SpoolState(Message, tag=True):
@@ -144,7 +150,8 @@ class SpoolState(Message, tag=True):
 
     It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token` there
     sees the same folder, and needs nothing sent. A `problem` ends the stream, or that holder's copy. From a
-    holder, `size` 0 means that it has not begun its copy.
+    holder, `size` 0 means that it has not begun its copy. From the buffer, `base` is the stream that it is
+    made from; empty: all bytes are to be sent. `keep` is that of `OpenSpool`.
     """
 
     name: ShortStr
@@ -154,6 +161,8 @@ class SpoolState(Message, tag=True):
     folder: Folder = ""
     token: ShortStr = ""
     problem: str = ""
+    base: ShortStr = ""
+    keep: bool = False
 
 
 class SpoolData(Message, tag=True):

@@ -86,7 +86,7 @@ async def test_a_trainer_that_stops_or_asks_anew_leaves_nothing(tmp_path, copies
 @virtual
 @pytest.mark.parametrize("end", ["the buffer is killed", "the engine is killed", "the engine drains"])
 async def test_whoever_ends_while_it_copies_leaves_nothing(copies, end):
-    async with running(engines=2) as cluster, cluster.client() as client:
+    async with running(engines=2) as cluster, cluster.client(deltas=False) as client:
         stall(cluster)
         update = asyncio.create_task(client.update_weights(1, LARGE))
         await eventually(lambda: all(copying(cluster)))

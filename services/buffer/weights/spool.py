@@ -13,6 +13,8 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
   grew or was found;
 - one task handles everything in turn, so no stream is removed while a part of it is written;
 - an error of the disk removes that one stream, its peers get the error, and the spool goes on;
+- a stream with a base is made from that and a delta (`spool_delta.py`), with the bytes that it would have if
+  it were sent; if that fails, its trainer is asked for all bytes. The base stays until it is made;
 - a new stream overwrites the file of a removed one, as allocating new pages costs more than everything else
   here. An engine that still reads that file does so for an outdated `Load`, so its result is ignored, and it
   loads again;
@@ -29,12 +31,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from msgspec import structs
+
 from seer.common import wire
 from seer.common.blobs import Blob, Readers, Reply, Turns
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
+from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.lora import inner_source
 from seer.services.buffer.own_folder import on_disk
+from seer.services.buffer.weights.spool_delta import Making
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 
 SpoolRequest = wire.OpenSpool | wire.SpoolData | wire.ReadSpool
@@ -44,7 +50,8 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"v[A-Za-z0-9._-]{0,99}")
 _MAX_STREAMS = 32
-"""Bound on streams at once: unneeded ones are removed twice a second, and an update in place takes 50 ms."""
+"""Bound on streams at once, deltas apart: unneeded ones are removed twice a second, and an update in place
+takes 50 ms."""
 _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 
@@ -62,13 +69,20 @@ class _Stream(Blob):
 
     `named`: an update has named it, so it is removed once no update and no live weights need it.
     `inherited`: an earlier incarnation wrote it, and nothing has needed it since: engines may not have
-    registered yet.
+    registered yet. `base`: the stream that it is made from, or was; `making`: that is under way.
     """
 
     def __init__(self, name: str, size: int, folder: Path, token: str, now: float) -> None:
         super().__init__(name, size, folder / name, token)
         self.grew_at = now
-        self.resend_requested = self.named = self.inherited = False
+        self.resend_requested = self.named = self.inherited = self.keep = False
+        self.base = ""
+        self.making: Making | None = None
+
+    def state(self, *, resend: bool = False, problem: str = "") -> wire.SpoolState:
+        """See `Blob.state`."""
+        said = super().state(resend=resend, problem=problem)
+        return structs.replace(said, base=self.base, keep=self.keep)
 
 
 class Spool:
@@ -115,6 +129,8 @@ class Spool:
             await self._turns.run()
         finally:
             self._readers.close()
+            for stream in self._streams.values():
+                await self._stop_making(stream)
             self._folder.release()
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -128,7 +144,12 @@ class Spool:
 
     async def _remove_unneeded(self, needed: frozenset[str]) -> None:
         now = self._clock.now()
+        bases = {stream.base for stream in self._streams.values() if stream.have < stream.size}
         for stream in list(self._streams.values()):
+            if stream.name not in self._streams or stream.name in bases:
+                continue
+            if (made := stream.name.removesuffix(DELTA)) != stream.name and made in self._streams:
+                continue  # a delta goes with the stream that is made from it
             quiet = now - stream.grew_at > wire.SPOOL_STALL_SECONDS
             wanted = wire.SPOOL_SCHEME + stream.name in needed
             stream.named, stream.inherited = stream.named or wanted, stream.inherited and not wanted
@@ -138,11 +159,16 @@ class Spool:
                 await self._remove(stream, "is no longer needed")
 
     async def _remove(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
+        if (delta := self._streams.get(stream.name + DELTA)) is not None:
+            await self._remove(delta, problem, broken=broken)
+        await self._stop_making(stream)
         del self._streams[stream.name]
         self._note_removed(stream.name, problem)
         stream.end(problem)
         try:
-            if broken:  # the disk may be full: free as much as possible
+            if stream.name.endswith(DELTA):
+                await self._disk(self._folder.remove, stream.name)
+            elif broken:  # the disk may be full: free as much as possible
                 await self._disk(self._folder.remove, stream.name)
                 await self._disk(self._folder.remove)
             else:
@@ -171,9 +197,14 @@ class Spool:
     async def _open(self, reply: Reply, address: bytes, message: wire.OpenSpool) -> None:
         name, size = message.name, message.size
         try:
-            stream = self._streams.get(name) or await self._begin(name, size)
+            stream = self._streams.get(name)
+            if stream is None:
+                stream = await self._begin(name, size)
+                stream.keep, stream.base = message.keep, self._usable_base(message)
             if size not in (0, stream.size):
                 raise ValueError(f"has {stream.size} bytes, not {size}")
+            if size and stream.base and not message.base:
+                await self._make_no_more(stream)
             state = stream.state(resend=True)
         except (OSError, ValueError) as error:
             state = wire.SpoolState(name=name, size=size, have=0, problem=str(error))
@@ -186,7 +217,11 @@ class Spool:
             )
         if not _NAME.fullmatch(name):
             raise ValueError("is not a name of a stream: give v, letters, digits, dots and dashes")
-        if len(self._streams) >= _MAX_STREAMS:
+        if name.endswith(DELTA) and not (
+            (whole := self._streams.get(name.removesuffix(DELTA))) and whole.base and size <= whole.size
+        ):
+            raise ValueError("is a delta that cannot be applied here: send the whole stream")
+        if sum(not each.endswith(DELTA) for each in self._streams) >= _MAX_STREAMS:
             raise ValueError(f"the buffer holds {_MAX_STREAMS} streams already: wait for an update to end")
         root = await self._disk(lambda: self._folder.root)
         stream = _Stream(name, size, root, secrets.token_hex(16), self._clock.now())
@@ -216,6 +251,8 @@ class Spool:
             valid = await self._disk(stream.store, message)
             if valid and stream.have + len(message.data) == stream.size:
                 await self._disk(stream.note, whole=True)
+            whole = self._streams.get(stream.name.removesuffix(DELTA), stream)
+            whole.grew_at = self._clock.now()
         except OSError as error:
             problem = f"cannot be stored: {error}"
             _log.warning("a stream of weights failed", stream=stream.name, why=problem)
@@ -230,3 +267,57 @@ class Spool:
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
         await reply(address, stream.state(resend=not valid))
+        if whole is not stream and stream.have == stream.size:
+            self._make(whole, stream, reply, address)
+
+    # --- streams made from deltas --------------------------------------------------------
+
+    def _usable_base(self, message: wire.OpenSpool) -> str:
+        """Return the base of a new stream if the stream can be made from that; else nothing."""
+        base = self._streams.get(message.base)
+        if base is not None and base.have == base.size == message.size:
+            return base.name
+        if message.base:
+            why = (
+                "is not whole in this spool" if base is None or base.have < base.size else "has another size"
+            )
+            _log.warning("a delta is refused: its base " + why, stream=message.name, base=message.base)
+        return ""
+
+    def _make(self, stream: _Stream, delta: _Stream, reply: Reply, address: bytes) -> None:
+        """Begin to make a stream from a delta that is whole."""
+        if stream.making is not None:
+            return
+        base = self._streams[stream.base]  # it stays until the stream is whole
+
+        def grew(have: int) -> None:
+            stream.came(0, have)
+            stream.grew_at = self._clock.now()
+
+        async def ended(problem: str) -> None:
+            if problem:
+                _log.warning("a delta cannot be applied", stream=stream.name, base=stream.base, why=problem)
+                self._turns.add(lambda: self._send_whole(stream, reply, address))
+            else:
+                await reply(address, stream.state())
+
+        stream.making = Making(base, delta, stream, grew, ended)
+
+    async def _send_whole(self, stream: _Stream, reply: Reply, address: bytes) -> None:
+        """Have a trainer send all bytes of a stream."""
+        if self._streams.get(stream.name) is stream:
+            await self._make_no_more(stream)
+            await reply(address, stream.state(resend=True))
+
+    async def _make_no_more(self, stream: _Stream) -> None:
+        """Have a stream be sent, unless it is there by now."""
+        await self._stop_making(stream)
+        if stream.have < stream.size:
+            stream.base, stream.have, stream.resend_requested = "", 0, False
+            if (delta := self._streams.get(stream.name + DELTA)) is not None:
+                await self._remove(delta, "cannot be applied here: the whole stream is sent")
+
+    async def _stop_making(self, stream: _Stream) -> None:
+        if (making := stream.making) is not None:
+            stream.making = None
+            await making.stop()

@@ -9,6 +9,7 @@ import json
 import shutil
 
 from seer.common.blobs import FILE, NOTES, Blob
+from seer.common.weights.delta import SUFFIX as DELTA
 from seer.services.buffer.own_folder import FOLDER_MODE, OwnFolder
 
 NAME = "seer-spool"
@@ -50,7 +51,7 @@ class SpoolFolder(OwnFolder):
         Raises `ValueError` if the disk has no room for the stream.
         """
         self.remove(stream.name)
-        if (self.root / _SPARE).is_dir():
+        if (self.root / _SPARE).is_dir() and not stream.name.endswith(DELTA):
             (self.root / _SPARE).rename(stream.folder)
         else:
             stream.folder.mkdir(FOLDER_MODE)

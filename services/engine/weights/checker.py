@@ -3,8 +3,11 @@
 Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
 - weights without a source are the model that the engine was started with;
 - files that changed since they were checked are read again before they are loaded, on every node;
-- bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
-- all nodes of an engine have weights of the same digest, or they are refused.
+- bytes that came from another engine, or of a delta, and have a wrong digest are fetched again, from the
+  buffer;
+- all nodes of an engine have weights of the same digest, or they are refused;
+- tensors that a delta leaves as they are were hashed, and found finite, when its base was checked: they are
+  not read again.
 """
 
 from __future__ import annotations
@@ -65,6 +68,9 @@ class WeightChecker:
         self._in_place = in_place
         self._nodes = nodes
         self._finite = finite
+        self._hashes: tuple[str, dict[str, bytes]] = "", {}
+        self._live_hashes = self._hashes
+        """Source and tensors' hashes of what was checked last, and of what was loaded last."""
 
     async def start(self, base: Path) -> Manifest:
         """Read the model folder that the engine was started with. Raises `SeerError`."""
@@ -84,6 +90,17 @@ class WeightChecker:
         """Note what was read here, once all nodes have read the same."""
         others = await self._nodes.check(source, found.digest, folder) if self._nodes is not None else ()
         self.checked = CheckedWeights(source, found.digest, (*found.stamps, *others))
+        self._hashes = source, found.hashes
+
+    async def loaded(self) -> None:
+        """Note that what was checked last is live: a delta to it may follow."""
+        self._live_hashes = self._hashes
+        await self._fetcher.loaded()
+
+    async def close(self) -> None:
+        """Delete everything that was copied."""
+        await self.discard()
+        await self._fetcher.close()
 
     async def checked_folder(self, source: str, digest: str, holders: Sequence[str] = ()) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
@@ -127,14 +144,14 @@ class WeightChecker:
             folder = await self.folder(source, holders)
             found = await self._read_stoppably(source, folder)
         except InvalidField as error:
-            if not self._fetcher.distrust():
+            if not await self._fetcher.distrust():
                 raise
             problem = str(error)
         else:
-            if digest in ("", found.digest) or not self._fetcher.distrust():
+            if digest in ("", found.digest) or not await self._fetcher.distrust():
                 return found, folder
             problem = f"they have digest {found.digest}, not {digest}"
-        get_logger().warning("weights that came from other engines are fetched again", why=problem)
+        get_logger().warning("weights from other engines, or of a delta, are fetched again", why=problem)
         await self._fetcher.discard()
         folder = await self.folder(source)
         return await self._read_stoppably(source, folder), folder
@@ -157,7 +174,10 @@ class WeightChecker:
 
     def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
         if not is_adapter(source) and not is_in_place(source):
-            return read_manifest(folder, stop, finite=self._finite)
+            base, changed = self._fetcher.changed()
+            live, hashes = self._live_hashes
+            known = {name: each for name, each in hashes.items() if name not in changed and base == live}
+            return read_manifest(folder, stop, finite=self._finite, known=known if base else {})
         if self.model is None:
             fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
             raise InvalidField("source", source, fix)

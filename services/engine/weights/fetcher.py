@@ -7,7 +7,8 @@ Invariants:
   otherwise the stream is copied, part by part, each with a checksum: from the holders that the buffer names,
   one after the other, and what they did not give from the buffer;
 - a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
-  another source;
+  another source. If deltas to its stream may follow, it is kept until other weights are loaded, and the next
+  copy is made from it and a delta; if there is no room for both, or that fails, the next one is whole;
 - a stream is not copied if its size shows that it is not this model, an adapter of it or a plan, or if it
   does not fit on the disk;
 - a folder lies in `engine.weights_root` if that is set, once links are resolved;
@@ -22,13 +23,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from seer.common import wire
-from seer.common.blobs import Answer, Question, Source, fetch
+from seer.common.blobs import FILE, Answer, OneOfSeveral, Question, Source, fetch
 from seer.common.errors import ConfigError, InvalidField
+from seer.common.process.log import get_logger
+from seer.common.weights.delta import SUFFIX as DELTA
+from seer.common.weights.delta import changed as delta_changes
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
-from seer.services.engine.weights.holders import Buffer, Copy, Holder, Peers
+from seer.services.engine.weights.delta_source import DeltaSource
+from seer.services.engine.weights.holders import GONE, Buffer, Copy, Holder, Peers
 from seer.services.engine.weights.manifest import resolve_beneath
 from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
@@ -56,23 +61,68 @@ class WeightFetcher:
         """Bytes of all tensors of the live model; 0: unknown."""
         self.scale_bytes = 0
         """How many more, or fewer, an update may have: see `Manifest.scale_bytes`."""
-        self._buffer: Buffer | None = None
+        self._buffers: list[Buffer] = []
+        """Those that are asked at present, for a stream and for a delta."""
         self._whole = True
         self._copy: Copy | None = None
         self._copied = ""
+        self._keep = False
+        self._kept: Copy | None = None
+        self._delta: DeltaSource | None = None
+        self._delta_file: Path | None = None
 
-    def distrust(self) -> bool:
-        """Avoid the engines that sent parts of the present copy; return whether there are any."""
+    def changed(self) -> tuple[str, set[str]]:
+        """Return a source, and the names of all tensors in which the present weights may differ from it.
+
+        The source is empty if that is not known. Blocks.
+        """
+        delta = self._delta
+        file = delta.copy.file if delta is not None and delta.made and delta.copy else self._delta_file
+        if file is None:
+            return "", set()
+        try:
+            base, names = delta_changes(file)
+        except (OSError, ValueError):
+            return "", set()
+        return wire.SPOOL_SCHEME + base, names
+
+    async def distrust(self) -> bool:
+        """Avoid the engines that sent parts of the present copy, and use no delta for the next one.
+
+        Return whether the copy has parts of such engines, or was made from a delta.
+        """
         senders = self._copy.senders if self._copy is not None else []
         for endpoint in senders:
             if self._peers is not None:
                 self._peers.avoid(endpoint)
-        return bool(senders)
+        made = self._delta is not None and self._delta.made
+        if made:
+            await self._forget()
+        return bool(senders) or made
+
+    async def loaded(self) -> None:
+        """Keep the present copy if deltas to it may follow, in place of the one kept before."""
+        await self._forget()
+        if self._keep and self._copied.startswith(wire.SPOOL_SCHEME) and (copy := self._copy) is not None:
+            self._kept, self._copy, self._copied = copy, None, ""
+            if self._peers is not None:
+                self._peers.withdraw(copy)
+            copy.end(GONE)
+
+    async def close(self) -> None:
+        """Delete all copies."""
+        await self._forget()
+        await self.discard()
+
+    async def _forget(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await kept.delete()
 
     def arrived(self, message: Answer) -> None:
         """Take an answer of the buffer; late and unexpected ones are dropped."""
-        if self._buffer is not None:
-            self._buffer.arrived(message)
+        for buffer in self._buffers:
+            buffer.arrived(message)
 
     async def folder(self, source: str, holders: Sequence[str] = ()) -> Path:
         """Return the folder with these weights once all of them are there. Raises `InvalidField`.
@@ -98,11 +148,14 @@ class WeightFetcher:
 
     async def discard(self) -> None:
         """Delete the copy, if there is one; cancelling this does not keep it from being deleted."""
-        copy, self._copy, self._copied = self._copy, None, ""
-        if copy is not None:
-            if self._peers is not None:
-                self._peers.withdraw(copy)
-            await copy.delete()
+        delta, self._delta, self._delta_file = self._delta, None, None
+        copies = self._copy, delta.copy if delta is not None else None
+        self._copy, self._copied = None, ""
+        for copy in copies:
+            if copy is not None:
+                if self._peers is not None:
+                    self._peers.withdraw(copy)
+                await copy.delete()
 
     def _check_size(self, size: int) -> None:
         """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
@@ -116,27 +169,61 @@ class WeightFetcher:
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}; {fix}")
 
     async def _from_the_spool(self, name: str, endpoints: Sequence[str]) -> Path:
-        self._buffer = buffer = Buffer(name, self._send)
+        buffer = Buffer(name, self._send)
+        self._buffers = [buffer]
         try:
-            if (folder := await buffer.whole_here(self._check_size)) is not None:
+            folder = await buffer.whole_here(self._check_size)
+            self._keep = buffer.keep
+            if folder is not None:
+                delta = folder.with_name(name + DELTA) / FILE
+                self._delta_file = delta if buffer.base else None
                 return folder
             return await self._copy_from(buffer, name, wire.SPOOL_SCHEME + name, endpoints)
         finally:
-            self._buffer = None
+            self._buffers = []
 
     async def _copy_from(self, given: Source, name: str, source: str, endpoints: Sequence[str] = ()) -> Path:
         await self.discard()
         self._check_size(given.size)
         self._copy = copy = Copy(name, given.size)
         try:
-            await asyncio.to_thread(copy.begin, "set TMPDIR to a larger disk")
-            holders = self._holders(copy, given, endpoints) if isinstance(given, Buffer) else []
-            await fetch(copy, holders, given)
+            await self._begin(copy)
+            sources = self._sources(copy, given, endpoints) if isinstance(given, Buffer) else []
+            await fetch(copy, sources, given)
         except BaseException:
             await self.discard()
             raise
         self._copied = source
         return copy.folder
+
+    async def _begin(self, copy: Copy) -> None:
+        """Create a copy's file, if need be in the room of the one that is kept."""
+        fix = "set TMPDIR to a larger disk"
+        try:
+            await asyncio.to_thread(copy.begin, fix)
+        except ValueError as error:
+            if self._kept is None:
+                raise
+            get_logger().warning("weights are fetched whole: no room for two copies", why=str(error))
+            await self._forget()
+            await asyncio.to_thread(copy.begin, fix)
+
+    def _sources(self, copy: Copy, given: Buffer, endpoints: Sequence[str]) -> list[OneOfSeveral]:
+        """Return whom to ask before the buffer: engines beside this one, a delta that fits, other engines."""
+        holders = self._holders(copy, given, endpoints)
+        delta_name = copy.name + DELTA
+        if self._kept is None or self._kept.name != given.base:
+            if self._peers is not None:
+                self._peers.decline(delta_name)
+            return [*holders]
+        asked = Buffer(delta_name, self._send)
+        self._buffers.append(asked)
+        peers = self._peers
+        far = [each for each in endpoints if peers is not None and not peers.beside(each)]
+        source = DeltaSource(self._kept, asked, lambda delta: self._holders(delta, asked, far))
+        self._delta = source
+        near = [each for each in holders if peers is not None and peers.beside(each.endpoint)]
+        return [*near, source, *(each for each in holders if each not in near)]
 
     def _holders(self, copy: Copy, buffer: Buffer, endpoints: Sequence[str]) -> list[Holder]:
         """Return the engines to ask before the buffer, to which this one gives its copy, too."""

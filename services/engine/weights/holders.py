@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -48,6 +49,9 @@ MAX_READS = 512
 
 AVOID_SECONDS = 600.0
 """A holder that was of no use may be cut off from this engine for good, as by a firewall."""
+
+MAX_GONE = 16
+"""Streams of which it is remembered that there is no copy; an update has two."""
 
 OFF = "off"
 
@@ -82,8 +86,9 @@ class Peers:
         self.readers = Readers(self._find, MAX_READS)
         self._transport, self._me = transport, me
         self._avoided: dict[str, float] = {}
-        self._copy: Copy | None = None
-        self._gone = ""
+        self._copies: dict[str, Copy] = {}
+        self._gone: deque[str] = deque(maxlen=MAX_GONE)
+        self._host = ""
         self._hub: Hub[wire.HolderToEngine, wire.EngineToHolder] | None = None
 
     # --- giving --------------------------------------------------------------------------
@@ -104,16 +109,26 @@ class Peers:
         self._hub = Hub(
             router, self._me, wire.EngineToHolder, require_config_hash=True, roles=frozenset({"engine"})
         )
+        self._host = _host(router.endpoint)
         return with_key(router.endpoint, key)
 
     def offer(self, copy: Copy) -> None:
         """Give this copy from now on."""
-        self._copy = copy
+        self._copies[copy.name] = copy
 
     def withdraw(self, copy: Copy) -> None:
         """Give it no more."""
-        if self._copy is copy:
-            self._copy, self._gone = None, copy.name
+        if self._copies.get(copy.name) is copy:
+            del self._copies[copy.name]
+            self.decline(copy.name)
+
+    def decline(self, name: str) -> None:
+        """Say from now on that there is no copy of a stream, and will be none."""
+        self._gone.append(name)
+
+    def beside(self, endpoint: str) -> bool:
+        """Whether a holder has this one's own address, so its files are likely to be here."""
+        return _host(endpoint) == self._host
 
     async def run(self) -> None:
         """Answer questions until cancelled."""
@@ -134,9 +149,7 @@ class Peers:
             self._hub.close()
 
     def _find(self, name: str) -> Blob | str:
-        if self._copy is not None and self._copy.name == name:
-            return self._copy
-        return GONE if name == self._gone else ""
+        return self._copies.get(name) or (GONE if name in self._gone else "")
 
     # --- fetching ------------------------------------------------------------------------
 
@@ -228,18 +241,18 @@ class Holder(Asked):
     def __init__(self, peers: Peers, endpoint: str, copy: Copy, distance: int, buffer: Buffer) -> None:
         self._connection = peers.connect(endpoint)
         super().__init__(copy.name, self._connection.send, self._connection.recv)
-        self._peers, self._endpoint, self._copy, self._buffer = peers, endpoint, copy, buffer
+        self._peers, self.endpoint, self._copy, self._buffer = peers, endpoint, copy, buffer
         self._clock, self._distance, self._linking = peers.clock, distance, True
 
     def left(self, why: Exception) -> None:
         """Avoid it for a while, if it was of no use."""
-        get_logger().warning("weights are not copied from an engine", engine=self._endpoint, why=str(why))
+        get_logger().warning("weights are not copied from an engine", engine=self.endpoint, why=str(why))
         if str(why) != GONE:
-            self._peers.avoid(self._endpoint)
+            self._peers.avoid(self.endpoint)
 
     async def fetch(self, blob: Blob) -> None:
         """Take the holder's whole file itself, if it is on this machine, or copy what is missing."""
-        self._copy.senders.append(self._endpoint)
+        self._copy.senders.append(self.endpoint)
         self._patience = Patience(self._distance, blob.arrived)
         try:
             await self._connection.open(HOLDER_SECONDS)
@@ -272,6 +285,10 @@ class Holder(Asked):
             if there > max(got, had or 0):
                 raise ValueError(f"got no further for {self._patience.still * HOLDER_SECONDS:g} s")
         await self.ask(wire.OpenSpool(name=self.name))
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.partition("://")[2].rpartition(":")[0]
 
 
 def _default_endpoint(buffer: str) -> str:

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,13 +45,15 @@ class Tensor:
 class Manifest:
     """A folder's tensors by name, and the digest (32 hex characters) of their bytes.
 
-    `size`: bytes of all tensors; `stamps`: state of the files when they were read.
+    `size`: bytes of all tensors; `stamps`: state of the files when they were read; `hashes`: the
+    tensors', of which the digest is made.
     """
 
     tensors: dict[str, Tensor]
     digest: str
     size: int = field(default=0, compare=False)
     stamps: tuple[object, ...] = field(default=(), compare=False)
+    hashes: dict[str, bytes] = field(default_factory=dict, compare=False)
 
     @property
     def scale_bytes(self) -> int:
@@ -75,16 +77,20 @@ def resolve_beneath(folder: Path, root: Path) -> Path:
 
 
 def read_manifest(
-    folder: Path, stop: Callable[[], bool] = lambda: False, *, finite: bool = False
+    folder: Path,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    finite: bool = False,
+    known: Mapping[str, bytes] | None = None,
 ) -> Manifest:
     """Read a folder's safetensors files, every byte; give up when `stop()` is true. Raises `InvalidField`.
 
-    `finite`: all numbers in them must be.
+    `finite`: all numbers in them must be. `known`: hashes of tensors that need not be read.
     """
     try:
         stamps = safetensors.stamps(folder)
         stored = safetensors.stored(folder)
-        hashes = hashes_of(stored, stop, finite=finite)
+        hashes = hashes_of(stored, stop, finite=finite, known=known or {})
     except OSError as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     except NotFinite as error:
@@ -96,7 +102,7 @@ def read_manifest(
             "source", str(folder), "has the same tensor in two files; give a folder with one model"
         )
     tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
-    return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps)
+    return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps, hashes)
 
 
 def read_planned(folder: Path, live: Manifest) -> Manifest:

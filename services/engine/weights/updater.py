@@ -8,7 +8,8 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 - weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
   engine that does not receive all of them by `engine.in_place_seconds` ends;
 - an adapter is merged into the model that the engine was started with, whatever is live;
-- copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
+- copies of streamed weights are deleted after the load, or when the update fails or is cancelled; one to
+  which deltas may follow is kept while it is live;
 - when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
   nothing any more, unless it is already loading or going to sleep: then the next buffer hears the result.
 """
@@ -158,7 +159,7 @@ class WeightUpdater:
 
     async def close(self) -> None:
         """Delete what was copied."""
-        await self.checker.discard()
+        await self.checker.close()
 
     async def _carry_out(self, order: Order) -> Answer | None:
         match order:
@@ -216,6 +217,7 @@ class WeightUpdater:
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
+            await self.checker.loaded()
         except EngineBroken as error:
             answer.problem = str(error)
             self._engine.answer(answer)
