@@ -15,6 +15,7 @@ from seer.client.results import Group, Response
 from seer.client.reward_calls import Reward, RewardMetrics, per_response
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
+from seer.client.sent_weights import SentWeights
 from seer.client.sync import (
     SyncDynamicSampling,
     SyncOpenRollout,
@@ -67,6 +68,7 @@ __all__ = [
     "Scored",
     "Scores",
     "SeerError",
+    "SentWeights",
     "SharedTensors",
     "Status",
     "StructuredOutputs",

@@ -22,13 +22,13 @@ from typing import Self, get_args
 import numpy.typing as npt
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
-from seer.client.deltas import Deltas
 from seer.client.image_uploads import ImageUploads
 from seer.client.mismatch import mismatch_of
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
+from seer.client.sent_weights import SentWeights, sent_weights
 from seer.client.sleep_call import SleepCall
 from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
@@ -86,7 +86,7 @@ class RolloutClient:
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
     only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`; if it drained,
     those with a deadline wait until then for its successor. Entering raises `Unreachable` after
-    `connect_seconds`. `security`: default, SEER_SECURITY__*. `deltas` False: tensors are always sent whole.
+    `connect_seconds`. `security`: default, SEER_SECURITY__*. `deltas` False: no deltas; or another client's.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class RolloutClient:
         silence_seconds: float = 60.0,
         transport: Transport | None = None,
         security: SecurityConfig | None = None,
-        deltas: bool = True,
+        deltas: SentWeights | bool = True,
     ) -> None:
-        self.endpoint, self.deltas = endpoint, Deltas(enabled=deltas)
+        self.endpoint, self.deltas = endpoint, sent_weights(deltas)
         self._keys = load_keys(security_of(os.environ) if security is None else security)
         self.name = name or new_name(self._keys)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)

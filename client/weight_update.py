@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from seer.client.deltas import Deltas, Plan
 from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
+from seer.client.sent_weights import Plan, SentWeights
 from seer.client.tensor_stream import TensorStream
 from seer.common.blobs import checksum
 from seer.common.bounds import INT64, check_whole
@@ -73,7 +73,7 @@ class Update:
         source: Source,
         digest: str,
         in_flight: InFlight,
-        deltas: Deltas | None = None,
+        deltas: SentWeights | None = None,
         base: int | None = None,
     ) -> None:
         check_whole("version", version, 0, INT64[1])
@@ -89,7 +89,7 @@ class Update:
         self.stream = self.adapter.stream if self.adapter is not None else None
         if isinstance(source, Mapping):
             self.stream = TensorStream(source)
-        self._deltas, self._base = deltas or Deltas(enabled=False), base
+        self._deltas, self._base = deltas or SentWeights(enabled=False), base
         self._plan: Plan | None = None
         self._delta: TensorStream | None = None
         self._name = new_name(version)

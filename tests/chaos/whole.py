@@ -316,6 +316,7 @@ def _files(world: World) -> Iterator[str]:
     service = world.processes["buffer"].service
     spool = service._spool
     needed = {inner_source(source).removeprefix("spool:") for source in service.weights.sources}
+    needed |= {f"{name}.delta" for name in needed}  # an engine that failed to load may still have the base
     if extra := set(spool._streams) - needed:
         yield f"the spool keeps {sorted(extra)}"
     if world.plan.spool:

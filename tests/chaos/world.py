@@ -185,9 +185,10 @@ class World:
         return self.plan.scripts[int(trainer[1:])]
 
     def tensors(self, version: int) -> dict[str, np.ndarray]:
-        """Return the weights of a version."""
-        value = ODD_WEIGHTS[version % len(ODD_WEIGHTS)] if self.plan.odd_weights else version
-        return {"w": np.full(1000, value, dtype=np.float32)}
+        """Return the weights of a version: clients send few elements of them, as a delta, or all."""
+        weights = np.ones(1000, dtype=np.float32)
+        weights[:10] = ODD_WEIGHTS[version % len(ODD_WEIGHTS)] if self.plan.odd_weights else version
+        return {"w": weights}
 
     def folder(self, version: int) -> str:
         """Return a folder with the weights of a version, which every node sees."""

@@ -1,4 +1,4 @@
-"""Deltas of weights, in virtual time: the same weights as by whole streams, whatever goes wrong on the way."""
+"""SentWeights of weights, in virtual time: the same weights as by whole streams, whatever goes wrong on the way."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 from cluster_harness import roll, running
 from virtual_time import eventually, virtual
 
-from seer.client import InvalidField, WeightsRefused, deltas
+from seer.client import InvalidField, SentWeights, WeightsRefused, sent_weights
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
@@ -219,16 +219,18 @@ async def test_a_delta_that_cannot_be_applied_is_replaced_by_the_whole(monkeypat
 
 
 def break_next(monkeypatch, cluster, fault):
-    made = deltas._stream_of
+    made = sent_weights._stream_of
 
     def failing(*args):
         raise OSError("the disk failed")
 
     if fault == "another base":
-        monkeypatch.setattr(deltas, "_stream_of", lambda stream, found, base: made(stream, found, "v9-b"))
+        monkeypatch.setattr(
+            sent_weights, "_stream_of", lambda stream, found, base: made(stream, found, "v9-b")
+        )
     elif fault == "a damaged part":
         monkeypatch.setattr(
-            deltas, "_stream_of",
+            sent_weights, "_stream_of",
             lambda *args: TensorStream({"gaps:w": np.zeros(1, np.uint8), "values:w": np.zeros(1, np.uint16)},
                                        {"base": args[2]}),
         )  # fmt: skip
@@ -291,6 +293,17 @@ async def test_another_trainer_in_between(machines):
         counts.clear()
         assert (await client.update_weights(4, stepped(tensors, 4))).digest == TensorStream(tensors).digest()
         assert counts["in"] < FEW * TensorStream(tensors).size
+
+
+@virtual
+async def test_a_later_client_goes_on_from_what_an_earlier_one_sent():
+    tensors, kept = first(), SentWeights()
+    async with running(engines=1) as cluster:
+        for step in range(1, 4):
+            async with cluster.client(deltas=kept) as client:
+                live = await client.update_weights(step, stepped(tensors, step))
+                assert live.digest == TensorStream(tensors).digest()
+                assert (kept.last.sent < FEW * kept.last.of) is (step > 1)
 
 
 @virtual

@@ -1,4 +1,4 @@
-"""Deltas between streams of weights: the result is the new stream, byte for byte, or the delta is refused."""
+"""SentWeights between streams of weights: the result is the new stream, byte for byte, or the delta is refused."""
 
 import json
 import struct
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.client.deltas import Deltas
+from seer.client.sent_weights import SentWeights
 from seer.client.tensor_stream import TensorStream
 from seer.common.weights import delta as deltas
 from seer.common.weights.delta import BASE, Changes, apply, changed, changes
@@ -26,7 +26,7 @@ def stored(stream, file):
 
 def delta_of(old, new, forced=True):
     """Return the plan for `new` of a client that sent `old`."""
-    client = Deltas()
+    client = SentWeights()
     first = client.plan(TensorStream(old), None)
     client.live(first, "v1-a", 1, whole=True)
     return client, client.plan(TensorStream(new), 1 if forced else None)

@@ -50,7 +50,7 @@ MAX_READS = 512
 AVOID_SECONDS = 600.0
 """A holder that was of no use may be cut off from this engine for good, as by a firewall."""
 
-MAX_GONE = 16
+MAX_GONE = 4
 """Streams of which it is remembered that there is no copy; an update has two."""
 
 OFF = "off"
@@ -124,7 +124,8 @@ class Peers:
 
     def decline(self, name: str) -> None:
         """Say from now on that there is no copy of a stream, and will be none."""
-        self._gone.append(name)
+        if name not in self._gone:
+            self._gone.append(name)
 
     def beside(self, endpoint: str) -> bool:
         """Whether a holder has this one's own address, so its files are likely to be here."""

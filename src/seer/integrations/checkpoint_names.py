@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seer.client import RolloutClient
+from seer.client import RolloutClient, SentWeights
 from seer.common.errors import InvalidField, WeightsRefused
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that data parallelism and `torch.compile` add to names."""
+
+_SENT: dict[str, SentWeights] = {}
+"""By endpoint, of which a process has one: what was sent there last. Each update has a client of its own."""
 
 
 def checkpoint_tensors(
@@ -73,7 +76,8 @@ class CheckpointCopy:
         Raises `InvalidField`, `Unreachable`.
         """
         tensors = self.tensors()
-        async with RolloutClient(endpoint) as client:
+        deltas = _SENT.setdefault(endpoint, SentWeights())
+        async with RolloutClient(endpoint, deltas=deltas) as client:
             version = (await client.status()).weight_version + 1
             try:
                 await client.update_weights(version, tensors)

@@ -1,6 +1,6 @@
 """What a client sent last, and whether of its next weights only that is sent which differs.
 
-Invariants (tests/unit/test_client_deltas.py):
+Invariants (tests/property/test_delta.py, tests/cluster/test_weight_deltas.py):
 - what is kept is what the engines have: it changes once an update is live, and not before;
 - memory is that of one copy of the tensors, taken only while twice as much is free;
 - a delta is sent if it has at most `PAYS` of the stream's bytes, or if the trainer names its base. After one
@@ -31,7 +31,7 @@ _log = get_logger()
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Kept:
     """A stream: its name in the spool, its version and header, each tensor's hash and bytes by name."""
 
     head: Bytes
@@ -67,12 +67,15 @@ class Sending(NamedTuple):
     why: str
 
 
-class Deltas:
-    """One client's. `enabled` False: nothing is kept, and all is sent whole. Functions block."""
+class SentWeights:
+    """What one client, or several in turn, sent. `enabled` False: nothing is kept, and all is sent whole.
+
+    Functions block.
+    """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._sent: _Sent | None = None
+        self._sent: _Kept | None = None
         self._rest = 0
         self.last = Sending(0, 0, "nothing was sent yet")
         """How the last tensors that are live were sent."""
@@ -103,7 +106,7 @@ class Deltas:
         hashes = stream.each(look)
         plan = Plan(stream, stream.digest_by(hashes), keep=keep, why=why)
         if keep:
-            self._sent = _Sent(stream.head, dict(zip(stream.names, hashes, strict=True)), kept)
+            self._sent = _Kept(stream.head, dict(zip(stream.names, hashes, strict=True)), kept)
         return plan
 
     def live(self, plan: Plan, name: str, version: int, *, whole: bool) -> None:
@@ -139,7 +142,7 @@ class Deltas:
             return "names, types or shapes of tensors changed"
         return ""
 
-    def _compared(self, stream: TensorStream, sent: _Sent, *, forced: bool) -> Plan:
+    def _compared(self, stream: TensorStream, sent: _Kept, *, forced: bool) -> Plan:
         most = stream.size if forced else int(PAYS * stream.size)
         found: dict[str, Changes | None] = {}
         sizes: list[int] = []
@@ -163,6 +166,11 @@ class Deltas:
             plan.delta = None
         plan.hashes, plan.found = dict(zip(stream.names, hashes, strict=True)), found
         return plan
+
+
+def sent_weights(deltas: SentWeights | bool) -> SentWeights:
+    """Return what a client is given as `deltas`: that of an earlier one, or whether to send any."""
+    return SentWeights(enabled=deltas) if isinstance(deltas, bool) else deltas
 
 
 def _stream_of(stream: TensorStream, found: dict[str, Changes | None], base: str) -> TensorStream:
