@@ -116,8 +116,8 @@ def test_chunks_go_on_where_the_last_one_ended(engine: VllmBackend) -> None:
         ({"grammar": 'root ::= "1" rest'}, "sampling.structured_outputs.grammar = .*not defined"),
         ({"json": "false"}, "sampling.structured_outputs.json = .*cannot accept any value"),
         ({"json": '{"type": "integer", "multipleOf": 3}'}, "sampling.structured_outputs.json = .*multipleOf"),
-        ({"grammar": "root ::= root"}, "no token can be sampled at position 21: .*structured_outputs"),
-        ({"regex": "1abc"}, "no token can be sampled at position 22: .*structured_outputs"),
+        ({"grammar": "root ::= root"}, "outputs.grammar = .*no token can be sampled at position 21: .*spell"),
+        ({"regex": "1abc"}, "outputs.regex = .*no token can be sampled at position 22: .*spell"),
     ],
 )  # fmt: skip
 def test_a_constraint_that_cannot_be_met_fails_alone(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
-from seer.common.errors import EngineError, InvalidField, SeerError, Unsampleable
+from seer.common.errors import EngineError, InvalidField, SeerError
 from seer.common.image_models import image_model
 from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.sleep import SleepLevel, SleepState
@@ -34,7 +34,7 @@ from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.planted_fault import planted_position
 from seer.services.engine.vllm import env, loading
-from seer.services.engine.vllm.checks import check_chunk, token_budget, tokens_left
+from seer.services.engine.vllm.checks import check_chunk, no_token, token_budget, tokens_left, unmet
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.step_times import step_costs
@@ -440,23 +440,17 @@ class VllmBackend:
             tokens = list(run.request.all_token_ids[:known])
             self.add(structs.replace(chunk, group_id="", tokens=tokens, max_new_tokens=new))
             return
-        problem = Unsampleable(
-            f"request {chunk.request_id}: no token can be sampled at position {known + place}: its logits "
-            "are not numbers (NaN, or an infinite maximum), or every token is masked; check the weights, "
-            "engine.dtype, and the request's min_tokens or structured_outputs"
-        )
+        problem = no_token(chunk, known + place)
         failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
         result.failed.append(failure)
 
     def _fail_grammar(self, engine_id: str, result: StepOutput) -> None:
         """End a chunk whose grammar could not be compiled, or does not take what was sampled."""
         run = self._runs[engine_id]
-        chunk, structure = run.chunk, run.chunk.sampling.structured_outputs
         self._forget(engine_id)
-        ((name, value),) = structure.given.items() if structure is not None else (("", ""),)
         why = self.core.grammar_error(run.request) or "vLLM refused a token that it had allowed"
-        problem = InvalidField(f"sampling.structured_outputs.{name}", value, why)
-        failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
+        problem = unmet(run.chunk, why)
+        failure = ChunkFailure(request_id=run.chunk.request_id, attempt=run.chunk.attempt, error=problem)
         result.failed.append(failure)
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, Unsampleable
 from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import Capacity
 from seer.services.engine.backend import Chunk
@@ -22,6 +22,24 @@ def token_budget(chunk: Chunk) -> int:
 def tokens_left(chunk: Chunk) -> int:
     """Return how many tokens the chunk's turn may still have."""
     return chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.counts_from)
+
+
+def unmet(chunk: Chunk, why: str) -> InvalidField:
+    """Return the error of a chunk whose constraint its tokens cannot meet."""
+    structure = chunk.sampling.structured_outputs
+    ((name, value),) = structure.given.items() if structure is not None else (("", ""),)
+    return InvalidField(f"sampling.structured_outputs.{name}", value, why)
+
+
+def no_token(chunk: Chunk, position: int) -> Unsampleable | InvalidField:
+    """Return the error of a chunk for which no token can be sampled at a position."""
+    why = (
+        f"no token can be sampled at position {position}: its logits are not numbers (NaN, or an infinite "
+        "maximum), or every token is masked; check the weights, engine.dtype, "
+    )
+    if chunk.sampling.structured_outputs is not None:
+        return unmet(chunk, f"{why}and whether the model's tokens can spell what is asked for")
+    return Unsampleable(f"request {chunk.request_id}: {why}and the request's min_tokens")
 
 
 def check_chunk(
