@@ -17,8 +17,7 @@ from seer.common.blobs import checksum
 from seer.common.config import EngineConfig
 from seer.common.errors import InvalidField
 from seer.services.buffer import conductor
-from seer.services.engine import server as engine_server
-from seer.services.engine.weights import holders
+from seer.services.engine.weights import holders, updater
 
 PARTS, PART_BYTES = 24, 1024
 
@@ -70,7 +69,7 @@ def elsewhere(monkeypatch):
 @contextlib.asynccontextmanager
 async def running(monkeypatch, nodes):
     """`nodes`: by engine, its node."""
-    monkeypatch.setattr(engine_server, "node_id", lambda: nodes.get(PROCESS.get(), "none"))
+    monkeypatch.setattr(updater, "node_id", lambda: nodes.get(PROCESS.get(), "none"))
     cluster = Nodes(nodes)
     try:
         for name in ("buffer", "context", "dgds", *nodes):
@@ -101,6 +100,21 @@ async def test_the_buffer_sends_a_stream_twice_whatever_the_number_of_nodes(monk
         assert sum(cluster.sent.values()) == 8 * parts
         await roll(client)
         assert not cluster.copies()
+
+
+@virtual
+async def test_a_delta_goes_the_same_way_and_who_lacks_its_base_gets_the_whole(monkeypatch):
+    async with running(monkeypatch, apart(7)) as cluster, cluster.client() as client:
+        weights = tensors(1.0)
+        await client.update_weights(1, weights)
+        await cluster.services["e3"]._updater.fetcher._forget()
+        for step, parts in ((2, 6 + PARTS + 1), (3, 7)):
+            cluster.sent.clear()
+            weights["w"][step] = step
+            live = await client.update_weights(step, weights)
+            assert (live.digest, live.quarantined) == (TensorStream(weights).digest(), {})
+            assert sum(cluster.sent.values()) == parts
+            assert step == 2 or cluster.sent["buffer"] == 2
 
 
 @virtual
