@@ -274,7 +274,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_blocks` counts blocks that requests can use, without vLLM's null block; `draft_tokens` is K_max, the
     most tokens that one step may draft for a request. `image_tokens`: the most that one image may take; 0:
-    its model, or its release, has no images.
+    its model, or its release, has no images. `parts`: how many data-parallel ranks have the blocks, as many
+    each; a chunk takes those of one.
     """
 
     kv_blocks: int
@@ -283,6 +284,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     draft_tokens: int = 0
     image_tokens: int = 0
+    parts: int = 1
 
     def blocks_for(self, context: int, chunk: int) -> int:
         """Return the most blocks that a chunk can need: ceil((context + chunk + K_max + 1) / block_size)."""
@@ -293,12 +295,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         return (
             image_tokens <= self.image_tokens
             and context + chunk <= self.max_model_len  # drafts never reach beyond the chunk
-            and self.blocks_for(context, chunk) <= self.kv_blocks
+            and self.blocks_for(context, chunk) <= self.kv_blocks // self.parts
         )
 
     def room(self, context: int) -> int:
         """Return the longest chunk that fits an empty instance; below 1: none."""
-        in_blocks = self.kv_blocks * self.block_size - self.draft_tokens - 1
+        in_blocks = self.kv_blocks // self.parts * self.block_size - self.draft_tokens - 1
         return min(self.max_model_len, in_blocks) - context
 
 
@@ -314,7 +316,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     `accepted_tokens` were accepted. `draft_seconds` of `step_seconds` were spent drafting. `best_rate` is the
     highest tokens/s over a second of steps, `token_seconds_alone` the least seconds per token of a request
     that ran alone; 0: not measured yet; the buffer tells the best of all incarnations of an instance.
-    `encoder_runs` counts images that the vision encoder computed.
+    `encoder_runs` counts images that the vision encoder computed. `dummy_steps`: those that data-parallel
+    ranks ran without a request, over all ranks, each of which runs every step.
     """
 
     steps: Count = 0
@@ -340,3 +343,4 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     best_rate: Amount = 0.0
     token_seconds_alone: Amount = 0.0
     encoder_runs: Count = 0
+    dummy_steps: Count = 0

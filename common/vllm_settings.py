@@ -37,8 +37,10 @@ class VllmSettings(Section, frozen=True):
     cudagraph_mode: Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"] | None = (
         None
     )
+    data_parallel_size: Count = 1
+    """Ranks on this machine with requests and KV of their own, which share the experts of a mixture."""
     enable_expert_parallel: bool = False
-    """Divide whole experts among the ranks of `engine.tensor_parallel`, instead of each expert."""
+    """Divide whole experts among ranks, instead of each expert."""
     enforce_eager: bool | None = None
     """Neither compile the model nor capture graphs; default: only on CPUs."""
     kv_cache_dtype: Literal["float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"] | None = None
@@ -77,7 +79,6 @@ class VllmSettings(Section, frozen=True):
         "nnodes": f"{_SETS}: give engine.nodes",
         "pipeline_parallel_size": "drafts and sampling need the first and the last layer in each rank: raise "
         "engine.tensor_parallel instead",
-        "data_parallel_size": "an engine is one replica: start more engines (docs/models.md)",
         "decode_context_parallel_size": _ONE_RANK,
         "prefill_context_parallel_size": _ONE_RANK,
         "enable_eplb": "it moves experts by load: a response's numbers would depend on other requests",
@@ -103,6 +104,7 @@ class VllmSettings(Section, frozen=True):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's engine that are set here."""
         found = self.given()
+        found.pop("data_parallel_size", None)  # each rank is told which one it is
         if "cudagraph_mode" in found:
             found["compilation_config"] = {"cudagraph_mode": found.pop("cudagraph_mode")}
         if "cudagraph_capture_sizes" in found:

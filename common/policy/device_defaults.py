@@ -112,6 +112,13 @@ def engine_defaults(
     )
 
 
+def has_experts(model: Mapping[str, Any]) -> bool:
+    """Return whether a model's config.json describes a mixture of experts."""
+    text = model.get("text_config", model)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return isinstance(text, Mapping) and any(text.get(name) for name in counts)
+
+
 def uses_mla(model: Mapping[str, Any]) -> bool:
     """Return whether the model's attention keeps one latent vector per token, as DeepSeek's and Kimi's."""
     text = model.get("text_config", model)

@@ -46,12 +46,11 @@ class InstanceView:
 
     def has_room(self, context: int, chunk: int, image_tokens: int = 0) -> bool:
         """Return whether a chunk's worst case fits now; `image_tokens` as in `Capacity.holds`."""
-        capacity = self.capacity  # as `capacity.holds`, with the free blocks only
+        capacity = self.capacity
         return (
             not self.closed
-            and image_tokens <= capacity.image_tokens
             and self.chunks < capacity.max_num_seqs
-            and context + chunk <= capacity.max_model_len
+            and capacity.holds(context, chunk, image_tokens)
             and capacity.blocks_for(context, chunk) <= self.free_blocks
         )
 
@@ -180,9 +179,7 @@ class Fleet(Mapping[str, InstanceView]):
         Where chunks run, room for `spare` more tokens must be left, at most for one in `SPARE_PART` of all.
         """
         needs = [
-            capacity.blocks_for(context, chunk)
-            if context + chunk <= capacity.max_model_len and image_tokens <= capacity.image_tokens
-            else _NEVER
+            capacity.blocks_for(context, chunk) if capacity.holds(context, chunk, image_tokens) else _NEVER
             for capacity in self._kinds
         ]
         more = [min(spare // kind.block_size, kind.kv_blocks // SPARE_PART) for kind in self._kinds]

@@ -86,9 +86,9 @@ def make(config: Config, transport: Transport, clock: Clock) -> EngineServer | F
 def _backend(config: Config, meets: Meeting | None) -> Backend:
     if config.engine.backend == "replay":
         return ReplayBackend(config.engine, config.shared)
-    from seer.services.engine.vllm.backend import VllmBackend  # torch and vllm load only where needed
+    from seer.services.engine.vllm.data_parallel import vllm_backend  # torch and vllm load only where needed
 
-    return VllmBackend(config.engine, config.shared, config.pool, config.drafts, meets)
+    return vllm_backend(config, meets)
 
 
 class EngineServer:

@@ -165,6 +165,15 @@ def test_weights_in_fp8_keep_the_promise():
 
 
 @pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_data_parallel_ranks_keep_the_promise():
+    (cell,) = verified("qwen3-moe", "dp-2", "engine.routed_experts=true").values()
+    assert (cell["bug"], cell["unmet"], cell["error"], cell["other_routes"]) == (0, [], "", 0)
+    assert cell["routes"] > 2 * cell["tokens"] > 2000
+
+
+@pytest.mark.breadth
 @pytest.mark.timeout(900)
 def test_experts_that_a_chunk_got_from_the_token_before_are_called_a_bug(tmp_path, monkeypatch):
     (tmp_path / "fault").write_text("routes-shifted")

@@ -16,8 +16,14 @@ CAPACITIES = [
         max_model_len=length,
         draft_tokens=drafts,
         image_tokens=image,
+        parts=parts,
     )
-    for blocks, seqs, length, drafts, image in ((8, 3, 100, 0, 0), (20, 2, 400, 4, 9), (20, 4, 60, 0, 30))
+    for blocks, seqs, length, drafts, image, parts in (
+        (8, 3, 100, 0, 0, 1),
+        (20, 2, 400, 4, 9, 1),
+        (20, 4, 60, 0, 30, 2),
+        (12, 4, 400, 0, 0, 3),
+    )
 ]
 CLAIMS = {7: -1, 8: -(2**63) - 1, 9: 2**64 - 1}
 """Blocks that an engine claims to be pinned, and that cannot be."""

@@ -118,14 +118,19 @@ def test_errors_say_what_they_concern():
     assert str(InvalidField("x.y", "v" * 500, "shorten it")).endswith("...: shorten it")
 
 
-@given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 120), st.integers(0, 8), st.integers(1, 90))
-def test_room_is_the_longest_chunk_that_is_held(blocks, size, length, drafts, context):
+@given(
+    st.integers(1, 9), st.integers(1, 20), st.integers(1, 120), st.integers(0, 8), st.integers(1, 90),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_room_is_the_longest_chunk_that_is_held(blocks, size, length, drafts, context, parts):
     capacity = Capacity(
-        kv_blocks=blocks, block_size=size, max_num_seqs=1, max_model_len=length, draft_tokens=drafts
-    )
+        kv_blocks=blocks * parts, block_size=size, max_num_seqs=1, max_model_len=length, draft_tokens=drafts,
+        parts=parts,
+    )  # fmt: skip
     room = capacity.room(context)
     assert capacity.holds(context, room)
     assert not capacity.holds(context, room + 1)
+    assert capacity.blocks_for(context, room) <= blocks
 
 
 def test_alternatives_are_bounded_and_are_not_of_processed_logits():

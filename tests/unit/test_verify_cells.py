@@ -17,6 +17,7 @@ from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device
 from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.common.vllm_settings import VllmSettings
 from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
@@ -27,6 +28,7 @@ from seer.verify.parameters import every_parameter
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 GPUS = ["synchronous"]
+DENSE = ["dp-2"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
 DRAFTS = [
@@ -63,13 +65,38 @@ def test_cells_are_made_for_the_blocks_that_the_devices_have(tmp_path: Path):
 
 def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     cells, skipped = choose("", config(tmp_path), HERE)
-    assert [cell.name for cell in cells] == [name for name in CELLS if name not in GPUS]
+    assert [cell.name for cell in cells] == [name for name in CELLS if name not in (*GPUS, *DENSE)]
     assert cells[0] is REFERENCE
-    assert list(skipped) == GPUS
+    assert list(skipped) == [*GPUS, *DENSE]
     hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
     gpus = Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0)
-    assert not choose("", config(tmp_path), gpus)[1]
-    assert list(choose("", config(tmp_path, async_scheduling=False), gpus)[1]) == GPUS
+    assert list(choose("", config(tmp_path), gpus)[1]) == DENSE
+    assert list(choose("", config(tmp_path, async_scheduling=False), gpus)[1]) == [*GPUS, *DENSE]
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "why"),
+    [
+        ({}, HERE, ""),
+        ({"tensor_parallel": 2}, HERE, "the reference has ranks itself"),
+        ({"vllm": VllmSettings(data_parallel_size=2)}, HERE, "the reference has ranks itself"),
+        ({"in_place_updates": True}, HERE, "in_place_updates"),
+        ({"backend": "replay"}, HERE, "replay backend has no data parallelism"),
+        ({}, Hardware(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
+        ({}, Hardware(cores=[0, 1], devices=[Device(name="0")], free_bytes=0), "needs 2 devices"),
+    ],
+)
+def test_data_parallel_ranks_are_of_mixtures(tmp_path: Path, engine: dict, machine: Hardware, why: str):
+    base = config(tmp_path, **engine)
+    assert "no experts" in choose("", config(tmp_path), HERE)[1]["dp-2"]
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "n_routed_experts": 8}))
+    cells, skipped = choose("", base, machine)
+    assert why in skipped.get("dp-2", "")
+    assert ("dp-2" in [cell.name for cell in cells]) == (not why)
+    made = CELLS["dp-2"].config(config(tmp_path)).engine.vllm
+    assert (made.data_parallel_size, made.enable_expert_parallel) == (2, True)
+    unmet = CELLS["dp-2"].unmet({"data_parallel": 2, "dummy_steps": 0, "chunks": 3, "responses": 1})
+    assert unmet == ["dummy_steps > 0 (was 0)"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +111,7 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
 def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):
     base = config(tmp_path, heads, **engine)
     cells, skipped = choose("", base, machine)
-    left_out = [*RANKS, *(() if machine.devices else GPUS)]
+    left_out = [*RANKS, *DENSE, *(() if machine.devices else GPUS)]
     assert [cell.name for cell in cells] == [name for name in CELLS if name not in left_out]
     assert sorted(skipped) == sorted(left_out)
     assert all(why in skipped[name] for name in RANKS)
@@ -108,7 +135,7 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     cells, skipped = choose("", base, HERE)
     others = (
         {"tp-2", "sampling", "structured", *GPUS, *DRAFTS} - set(POOLS) if backend == "replay" else set(GPUS)
-    )
+    ) | set(DENSE)
     assert [name for name in skipped if name not in others] == POOLS
     assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)

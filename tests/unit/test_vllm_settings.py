@@ -9,7 +9,7 @@ from seer.common.errors import ConfigError
 from seer.common.vllm_settings import VllmSettings
 
 ALL = VllmSettings(
-    attention_backend="FLASHMLA", cudagraph_capture_sizes=(1, 8), cudagraph_mode="FULL",
+    data_parallel_size=4, attention_backend="FLASHMLA", cudagraph_capture_sizes=(1, 8), cudagraph_mode="FULL",
     enable_expert_parallel=True, enforce_eager=False, kv_cache_dtype="fp8", quantization="fp8",
     trust_remote_code=True,
 )  # fmt: skip

@@ -111,7 +111,7 @@ class Leader:
             raise EngineBroken(
                 f"nodes {missing} of this engine did not join within {limit}: {fix}"
             ) from error
-        self._meeting.port = await asyncio.to_thread(_free_port, self._meeting.host)
+        self._meeting.port = await asyncio.to_thread(free_port, self._meeting.host)
         for node in self._nodes.values():
             await self._hub.reply(node.address, self._start_ranks())
 
@@ -292,7 +292,8 @@ def _stream_of(source: str, folder: Path) -> Blob | None:
     return Blob(name, size, folder, have=size)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """Return a port that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -90,14 +90,14 @@ class VllmBackend:
         pool: PoolConfig | None = None,
         drafts: DraftsConfig | None = None,
         meeting: Meeting | None = None,
+        place: env.RankPlace | None = None,
     ) -> None:
         """Take the configuration. `meeting`: where its ranks meet if other nodes have some.
 
         Without a `pool` of kind `mooncake`, KV stays in this engine; without `drafts`, or with source
-        `off`, every step gives each request one token.
+        `off`, every step gives each request one token. `place`: its own among data-parallel ranks.
         """
-        self._shared = shared
-        self._meeting = meeting
+        self._shared, self._meeting, self._place = shared, meeting, place
         self._pool = pool if pool is not None and pool.kind == "mooncake" else None
         self._sharing: KvSharing | None = None
         self._drafts = drafts if drafts is not None and drafts.source != "off" else None
@@ -132,7 +132,7 @@ class VllmBackend:
             fix = "this command has all ranks on this machine: set it to 1"
             raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")
         self._config = env.with_schedule(self._config)
-        env.prepare(self._config, self._meeting)
+        env.prepare(self._config, self._meeting, self._place)
         described = loading.model_config(self._shared)
         model = image_model(described)
         self._config, self._shared = env.with_defaults(self._config, self._shared, described)
@@ -256,7 +256,7 @@ class VllmBackend:
             self.core.add(run.request, routes=run.chunk.routes_from is not None)
         if self._drafting is not None:
             self._drafting.begin_step(len(self._runs), self._mean_tokens, self._mean_context)
-        outputs = self.core.step()
+        outputs = self.core.step() if self._place is None else self.core.step_with_others()
         for output in outputs:
             self._report(output, result)
         self._report_acceptance(result)

@@ -211,6 +211,16 @@ class CoreHandle:
         outputs: list[EngineCoreOutput] = self._engine.get_output().outputs
         return outputs
 
+    def step_with_others(self) -> list[EngineCoreOutput]:
+        """Do as `step`, in one pass of the model on all data-parallel ranks: a dummy if nothing is due."""
+        core = self.engine_core
+        outputs, executed = core.step_fn()
+        core.post_step(model_executed=executed)
+        if not executed:
+            core.execute_dummy_batch()
+        found = outputs.get(0) if outputs else None
+        return found.outputs if found is not None else []
+
     @property
     def has_steps_under_way(self) -> bool:
         """Whether a step has begun that `step` has not ended: only where vLLM schedules ahead."""

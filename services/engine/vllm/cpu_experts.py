@@ -1,8 +1,11 @@
-"""Experts divided among ranks on CPUs, where vLLM 0.32 crashes with them.
+"""Experts divided among ranks on CPUs: what vLLM 0.32 lacks there.
 
 `CPUUnquantizedExperts.apply` (fused_moe/experts/cpu_moe.py) gets each expert's place on this rank, and does
 not look at it: its kernel takes experts' numbers in the model for places. The rank has fewer places than
 that, so the kernel counts tokens, and reads weights, outside of their memory.
+
+Data-parallel ranks give each other their tokens by `all_gatherv` and `reduce_scatterv`, which
+`CpuCommunicator` (distributed/device_communicators/cpu_communicator.py) does not have.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 
 def divide_experts() -> None:
@@ -37,3 +41,45 @@ def divide_experts() -> None:
             output.masked_fill_(elsewhere, 0.0)
 
     CPUUnquantizedExperts.apply = own
+
+
+def exchange_tokens() -> None:
+    """Have data-parallel ranks, which have unequal numbers of tokens, exchange them."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = _all_gatherv
+    CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(
+    self: CpuCommunicator,
+    input_: torch.Tensor | list[torch.Tensor],
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Return the rows of all ranks, in the order of ranks, of which each has as many as `sizes` says."""
+    import torch
+
+    if isinstance(input_, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]
+    if dim or sizes is None:
+        raise NotImplementedError("only rows are gathered, whose numbers are known")
+    rows = input_.new_zeros((max(sizes), *input_.shape[1:]))  # Gloo takes equal shapes alone
+    rows[: len(input_)] = input_
+    found = [torch.empty_like(rows) for _ in sizes]
+    torch.distributed.all_gather(found, rows, group=self.device_group)
+    return torch.cat([each[:size] for each, size in zip(found, sizes, strict=True)])
+
+
+def _reduce_scatterv(
+    self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks."""
+    import torch
+
+    if dim or sizes is None:
+        raise NotImplementedError("only rows are scattered, whose numbers are known")
+    whole = input_.contiguous()
+    torch.distributed.all_reduce(whole, group=self.device_group)
+    first = sum(sizes[: self.rank_in_group])
+    return whole[first : first + sizes[self.rank_in_group]].clone()

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -80,10 +80,18 @@ def with_schedule(config: EngineConfig) -> EngineConfig:
     return config
 
 
-def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
+class RankPlace(NamedTuple):
+    """Which of an engine's data-parallel ranks one is, and the port of this machine where they meet."""
+
+    rank: int
+    ranks: int
+    port: int
+
+
+def prepare(config: EngineConfig, meeting: Meeting | None = None, place: RankPlace | None = None) -> None:
     """Set the environment that vllm reads, check its version, bind this thread to its cores.
 
-    `meeting`: where the ranks of several nodes meet; None: all are here.
+    `meeting`: where the ranks of several nodes meet; None: all are here. `place`: see `RankPlace`.
     Raises `EngineError` when vllm is missing or of another series, and where its build for GPUs finds none.
     """
     os.environ.update(_FORCED)
@@ -93,6 +101,9 @@ def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
         _reach_other_nodes(meeting.own)
     else:  # else every group of ranks, of one rank too, listens at this machine's address in the world
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if place is not None:
+        names = {"SIZE": place.ranks, "RANK": place.rank, "RANK_LOCAL": place.rank, "MASTER_PORT": place.port}
+        os.environ.update({f"VLLM_DP_{name}": str(value) for name, value in names.items()})
     _keep_out_of_tmpdir()
     # Warnings of vllm and torch about each other, which a user can do nothing about.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -238,12 +249,12 @@ def _prepare_cpu(config: EngineConfig) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if config.tensor_parallel > 1:
         ranks = config.tensor_parallel // config.nodes
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores or _share_cores(ranks)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores or share_cores(ranks)
     elif config.cpu_cores:
         _bind_thread(config.cpu_cores)
 
 
-def _share_cores(ranks: int) -> str:
+def share_cores(ranks: int) -> str:
     """Split this process's cores evenly between ranks; fewer cores than ranks are not bound."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // ranks

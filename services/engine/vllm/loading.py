@@ -143,6 +143,11 @@ def _vllm_config(
         raise EngineError(
             "engine.async_scheduling = true: vLLM does not allow it on this device; set it to false"
         )
+    if drafts is not None and vllm_config.parallel_config.data_parallel_size > 1:
+        # vLLM takes it away from data-parallel ranks, since drafters with a model of their own would wait for
+        # each other. Ours has none, and ranks agree on the shape of each step in the step itself.
+        lengths = speculation(drafts, config)["num_speculative_tokens_per_batch_size"]
+        vllm_config.speculative_config.num_speculative_tokens_per_batch_size = lengths
     _check_model(vllm_config, shared)
     if config.routed_experts and not vllm_config.model_config.is_moe:
         raise EngineError(
@@ -303,7 +308,7 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
     tokens = longest * seqs + scratch * block
     usable: int = per_token * torch.finfo(model.dtype).bits // 8 * tokens
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    ranks = config.tensor_parallel // config.nodes
+    ranks = config.tensor_parallel // config.nodes * config.vllm.data_parallel_size
     return min(usable, int(node.available_memory * CPU_KV_SHARE / ranks))
 
 

@@ -30,7 +30,7 @@ from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.backend import Routes
 from seer.services.engine.vllm import cpu_kernels, decode_graphs
-from seer.services.engine.vllm.cpu_experts import divide_experts
+from seer.services.engine.vllm.cpu_experts import divide_experts, exchange_tokens
 from seer.services.engine.vllm.cpu_kernels import FreshBlocks
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts import speculator
@@ -86,6 +86,7 @@ class SeerWorker:
         elif not HAS_TRITON:
             cpu_kernels.register()
             divide_experts()
+            exchange_tokens()
         self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
 
     def seer_measure_largest_batch(self, max_draft: int) -> dict[str, float]:

@@ -77,7 +77,8 @@ def plan_engines(
         gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
         configs = [replace(config, kv_cache_gib=gib) for config in configs]
     if not engine.cpu_cores:
-        shares = share_cores(machine.cores, instances, engine.tensor_parallel)
+        ranks = engine.tensor_parallel * engine.vllm.data_parallel_size
+        shares = share_cores(machine.cores, instances, ranks)
         pairs = zip(configs, shares, strict=True)
         configs = [replace(config, cpu_cores=share) for config, share in pairs]
     return [EnginePlan(config, {}) for config in configs]
@@ -93,9 +94,10 @@ def share_cores(cores: Sequence[int], instances: int, ranks: int) -> list[str]:
 
 
 def _on_devices(engine: EngineConfig, instances: int | None, devices: Sequence[Device]) -> list[EnginePlan]:
-    ranks = engine.tensor_parallel
+    ranks = engine.tensor_parallel * engine.vllm.data_parallel_size
     if ranks > len(devices):
-        raise ConfigError(f"engine.tensor_parallel = {ranks}: only {len(devices)} devices are visible")
+        name = "tensor_parallel" if engine.vllm.data_parallel_size == 1 else "vllm.data_parallel_size"
+        raise ConfigError(f"engine.{name} = {ranks}: only {len(devices)} devices are visible")
     default = engine_defaults(devices, ranks, {}, instances=instances)
     unset = default.unset(engine)
     if engine.gpu_memory_utilization is not None:

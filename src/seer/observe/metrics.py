@@ -79,6 +79,7 @@ ENGINE = (
     Row("seer_engine_pool_corrupt_blocks_total", "stats.pool_corrupt", "Blocks with a wrong checksum."),
     Row("seer_engine_pool_saved_blocks_total", "stats.pool_saved_blocks", "Blocks saved to the KV pool."),
     Row("seer_engine_pool_dropped_blocks_total", "stats.pool_dropped_blocks", "Blocks not saved in time."),
+    Row("seer_engine_dummy_steps_total", "stats.dummy_steps", "Of data-parallel ranks, without a request."),
     Row("seer_engine_encoder_runs_total", "stats.encoder_runs", "Images that the vision encoder computed."),
 )
 

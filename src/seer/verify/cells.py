@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
-from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS, engine_defaults
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS, engine_defaults, has_experts
 from seer.common.types import Capacity
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
@@ -73,6 +73,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     pool: bool = False
     disk: bool = False
     killed: bool = False
+    data_parallel: int = 1
     drafts: Literal["off", "grouped", "random", "late"] = "off"
     again: bool = False
     exact: bool = False
@@ -94,6 +95,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         `lengths` are those of the sequences in order of submission, for `scarce_blocks`.
         """
         engine = replace(base.engine, **self.engine)
+        if self.data_parallel > 1:
+            vllm = replace(engine.vllm, data_parallel_size=self.data_parallel, enable_expert_parallel=True)
+            engine = replace(engine, vllm=vllm)
         if self.scarce:
             engine = replace(engine, kv_blocks=scarce_blocks(base, lengths))
         buffer = replace(base.buffer, **self.buffer)
@@ -178,6 +182,11 @@ CELLS = _matrix(
     Cell(
         name="tp-2", about="two tensor-parallel ranks", buffer={"policy": "static"},
         engine={"tensor_parallel": 2}, needs=(("tensor_parallel", "==", 2),),
+    ),
+    Cell(
+        name="dp-2", about="chunks of 16 on two data-parallel ranks, each with half of the experts",
+        data_parallel=2, buffer={"policy": "divided", "chunk_size": 16},
+        needs=(("data_parallel", "==", 2), ("dummy_steps", ">", 0), ("chunks", ">", "responses")),
     ),
     Cell(
         name="pool-migrate",
@@ -357,6 +366,8 @@ def _why_not(cell: Cell, config: Config, machine: Hardware, poolless: str) -> st
     ranks = cell.engine.get("tensor_parallel")
     if cell.pool and poolless:
         return poolless
+    if cell.data_parallel > 1 and (why := _no_data_parallelism(cell.data_parallel, config, machine)):
+        return why
     if ranks == config.engine.tensor_parallel:
         return f"the reference has {ranks} ranks itself"
     if config.engine.backend != "vllm":
@@ -379,6 +390,22 @@ def _why_not(cell: Cell, config: Config, machine: Hardware, poolless: str) -> st
         return "the reference takes one step at a time itself"
     if "async_scheduling" in cell.engine and not machine.devices:
         return "vLLM schedules ahead on GPUs alone"
+    return ""
+
+
+def _no_data_parallelism(ranks: int, config: Config, machine: Hardware) -> str:
+    """Return why there cannot be so many data-parallel ranks here; empty: there can."""
+    if config.engine.backend != "vllm":
+        return f"the {config.engine.backend} backend has no data parallelism"
+    if max(config.engine.vllm.data_parallel_size, config.engine.tensor_parallel) > 1:
+        return "the reference has ranks itself"
+    if config.engine.in_place_updates:
+        return "engine.in_place_updates = true, which do not reach data-parallel ranks"
+    if not has_experts(_described(config)):
+        return "the model has no experts, which data-parallel ranks share"
+    units = machine.devices or machine.cores
+    if len(units) < ranks:
+        return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"
     return ""
 
 

@@ -147,8 +147,9 @@ class Report(msgspec.Struct, kw_only=True):
 
     def _inexact(self, cell: CellReport) -> str:
         """Return which last bits differ in a cell in which none may; empty: none, or they may."""
-        ranks = self.reference.counters.get("tensor_parallel")
-        if self.versions.get("batch_invariant") != "yes" or cell.counters.get("tensor_parallel") != ranks:
+        ranks = ("tensor_parallel", "data_parallel")
+        other = any(cell.counters.get(name) != self.reference.counters.get(name) for name in ranks)
+        if self.versions.get("batch_invariant") != "yes" or other:
             return ""
         if numeric := cell.count("numeric"):
             return f"{numeric} numeric mismatches"

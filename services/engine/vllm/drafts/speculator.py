@@ -181,9 +181,9 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
     # --- steps ---------------------------------------------------------------------------
 
     def propose(
-        self, input_batch: InputBatch, attn_metadata: object, slot_mappings: object, hidden_states: object,
-        aux_hidden_states: object, num_sampled: torch.Tensor, *_: object, num_speculative_tokens: int = 0,
-        dummy_run: bool = False, **__: object,
+        self, input_batch: InputBatch, attn_metadata: object, slot_mappings: object,
+        last_hidden_states: object, aux_hidden_states: object, num_sampled: torch.Tensor, *_: object,
+        num_speculative_tokens: int = 0, dummy_run: bool = False, **__: object,
     ) -> torch.Tensor:  # fmt: skip
         """Draft for the requests of a step. Return what is verified next if that is scheduled ahead."""
         self._made = None

@@ -1,0 +1,106 @@
+"""The data-parallel ranks of an engine: which of them runs a chunk, and when all step.
+
+Each rank has a scheduler, KV and requests of its own; the experts of a mixture lie on all. So all ranks run
+a step together: one without a request runs a dummy, since the tokens of others may go to its experts.
+
+Invariants (tests/property/test_ranks.py asserts them, the last four in virtual time):
+- a chunk runs where most KV is free of what running chunks may take; a request comes back to the rank that
+  has its KV cached, if there is room;
+- steps are granted to all ranks at once, so all run the same ones, in the same order;
+- a step is granted while the one before runs, so that no rank waits for the grant; never further ahead;
+- work on any rank is run; where there is none, at most `AHEAD` steps more are, all of dummies;
+- a rank that does not run a granted step in time is named within the limit: all others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+AHEAD = 2
+"""Steps that are granted and not yet run by all: the one that runs, and the next."""
+
+KEPT_HOMES = 10_000
+"""How many requests' last ranks are remembered: more than have blocks in a prefix cache."""
+
+
+class RankPlacement:
+    """Places chunks on ranks of `blocks` KV blocks each."""
+
+    def __init__(self, ranks: int, blocks: int) -> None:
+        self.free = [blocks] * ranks  # below 0: chunks wait there
+        self.chunks = [0] * ranks
+        self._homes: dict[str, int] = {}
+
+    def place(self, request_id: str, blocks: int) -> int:
+        """Return the rank of a request's next chunk, which may take so many blocks, and reserve them."""
+        emptiest = max(range(len(self.free)), key=lambda rank: (self.free[rank], -self.chunks[rank]))
+        home = self._homes.pop(request_id, emptiest)
+        rank = home if self.free[home] >= blocks else emptiest
+        self._homes[request_id] = rank
+        if len(self._homes) > KEPT_HOMES:
+            del self._homes[next(iter(self._homes))]
+        self.free[rank] -= blocks
+        self.chunks[rank] += 1
+        return rank
+
+    def end(self, rank: int, blocks: int) -> None:
+        """Give back what a chunk had reserved."""
+        self.free[rank] += blocks
+        self.chunks[rank] -= 1
+
+
+class Lockstep:
+    """Grants steps, numbered from 1. `seconds`: in which all ranks must run one that has been granted.
+
+    `dummies` and `ran` count, over all ranks, steps without a request, and all.
+    """
+
+    def __init__(self, ranks: int, seconds: float) -> None:
+        self._seconds = seconds
+        self._ran = [0] * ranks
+        self._busy = [False] * ranks
+        self._sent = [0] * ranks  # the last step that was granted before a rank was sent work
+        self._since = 0.0  # when the oldest step that not all have run could begin
+        self.granted = 0
+        self.dummies = self.ran = 0
+
+    @property
+    def done(self) -> int:
+        """The last step that all ranks have run."""
+        return min(self._ran)
+
+    @property
+    def works(self) -> bool:
+        """Whether a step is due, or under way."""
+        return any(self._busy) or self.done < self.granted
+
+    def work(self, rank: int) -> None:
+        """Note that a rank was sent something to run."""
+        self._busy[rank] = True
+        self._sent[rank] = self.granted
+
+    def grant(self, now: float) -> int | None:
+        """Return the number of a step that all ranks are to run next; None: not now."""
+        if not any(self._busy) or self.granted - self.done >= AHEAD:
+            return None
+        if self.granted == self.done:
+            self._since = now
+        self.granted += 1
+        return self.granted
+
+    def ended(self, rank: int, *, worked: bool, busy: bool, now: float) -> None:
+        """Note that a rank has run a step: whether with a request, and whether it has more to do."""
+        before = self.done
+        self._ran[rank] += 1
+        if self._ran[rank] > self._sent[rank]:  # else it had not seen yet what it was sent
+            self._busy[rank] = busy
+        self.ran += 1
+        self.dummies += not worked
+        if self.done > before:
+            self._since = now
+
+    def late(self, now: float) -> Sequence[int]:
+        """Return the ranks that have not run a step in time."""
+        if self.done == self.granted or now - self._since < self._seconds:
+            return ()
+        return [rank for rank, ran in enumerate(self._ran) if ran == self.done]

@@ -1,0 +1,74 @@
+"""Backends of ranks for tests: as the replay engine, with a fault at some step; each in a process of its own."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
+from seer.common.errors import EngineBroken, InvalidField
+from seer.common.sleep import SleepLevel, SleepState
+from seer.common.types import InstanceStats
+from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.replay.backend import ReplayBackend
+
+BLOCKS = 40
+
+
+class FaultyRank(ReplayBackend):
+    """Does `fault` in its step `at`: `dies`, `hangs`, `fails`; or `load` fails, or the start.
+
+    `log`: a file to which it writes what it is told, so that tests see in which order ranks are.
+    """
+
+    def __init__(self, rank: int, fault: str, at: int, log: Path) -> None:
+        config = EngineConfig(backend="replay", kv_blocks=BLOCKS, max_num_seqs=4, replay=ReplayConfig())
+        super().__init__(config, SharedConfig())
+        self._rank, self._fault, self._at, self._log = rank, fault, at, log / f"rank-{rank}"
+        self._taken = 0
+
+    def _note(self, what: str) -> None:
+        with self._log.open("a") as file:
+            file.write(f"{what}\n")
+
+    def start(self) -> None:
+        if self._fault == "start":
+            raise InvalidField("shared.model", "m", "cannot be loaded")
+        super().start()
+        self._note(str(os.getpid()))
+
+    def add(self, chunk: Chunk) -> None:
+        if len(chunk.tokens) > 300:
+            raise InvalidField("tokens", len(chunk.tokens), "too many")
+        super().add(chunk)
+
+    def step(self) -> StepOutput:
+        self._taken += 1
+        self._note("step")
+        if self._taken == self._at:
+            if self._fault == "dies":
+                os._exit(3)
+            if self._fault == "hangs":
+                time.sleep(600)
+            if self._fault == "fails":
+                raise InvalidField("weights", "w", "no numbers")
+        return super().step()
+
+    def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
+        self._note(f"load {digest}")
+        if self._fault == "load":
+            raise EngineBroken("the weights are gone")
+
+    def sleep(self, state: SleepState, level: SleepLevel) -> None:
+        self._note(f"sleep {level}")
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        self._note(f"forget {','.join(group_ids)}")
+
+    def stats(self) -> InstanceStats:
+        return InstanceStats(steps=self._taken, running=self._rank + 1, generated_tokens=10)
+
+
+def make(faulty: int, fault: str, at: int, log: Path, rank: int, port: int) -> FaultyRank:
+    """Make a rank; the one of number `faulty` has the fault."""
+    return FaultyRank(rank, fault if rank == faulty else "", at, log)

@@ -1,0 +1,168 @@
+"""An engine of data-parallel ranks, with backends that are no model, each in a process of its own."""
+
+import functools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import rank_backends
+
+from seer.common.errors import EngineBroken, EngineError
+from seer.common.sleep import SleepState
+from seer.common.types import InstanceStats, SamplingParams
+from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.ranked import RankedBackend, merged_stats
+
+RANKS = 3
+
+
+@pytest.fixture
+def engines():
+    made: list[RankedBackend] = []
+
+    def make(log: Path, faulty: int = -1, fault: str = "", at: int = 0, **limits: float) -> RankedBackend:
+        making = functools.partial(rank_backends.make, faulty, fault, at, log)
+        made.append(RankedBackend(making, RANKS, limits.pop("seconds", 30.0), **limits))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def chunk(name: str, tokens: int = 20, known: int = 5, attempt: int = 0) -> Chunk:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Chunk(
+        request_id=name, group_id="g", attempt=attempt, key=7, prompt_len=known, max_new_tokens=tokens,
+        sampling=sampling, tokens=list(range(known)),
+    )  # fmt: skip
+
+
+def run(engine: RankedBackend) -> tuple[dict[str, int], list[StepOutput]]:
+    """Step until there is no work; return how many tokens each request got."""
+    tokens: dict[str, int] = {}
+    outputs = []
+    while engine.has_work():
+        outputs.append(engine.step())
+        for new in outputs[-1].generated:
+            tokens[new.request_id] = tokens.get(new.request_id, 0) + len(new.token_ids)
+    return tokens, outputs
+
+
+def told(log: Path) -> list[list[str]]:
+    return [(log / f"rank-{rank}").read_text().split("\n")[1:-1] for rank in range(RANKS)]
+
+
+def test_ranks_run_the_same_steps_and_hear_all_in_the_same_place(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    assert (engine.capacity.kv_blocks, engine.capacity.parts) == (RANKS * rank_backends.BLOCKS, RANKS)
+    assert engine.capacity.max_num_seqs == RANKS * 4
+    assert engine.versions["data_parallel"] == str(RANKS)
+    engine.add(chunk("one"))
+    engine.add(chunk("two", tokens=9))
+    tokens, outputs = run(engine)
+    assert all(1 <= tokens[name] <= most for name, most in (("one", 20), ("two", 9)))
+    assert sorted(end.request_id for output in outputs for end in output.ended) == ["one", "two"]
+    steps = len(outputs)
+    engine.load_weights(tmp_path, "new")
+    engine.sleep(SleepState.ASLEEP, 1)
+    engine.forget(["a", "b"])
+    engine.add(chunk("three"))
+    run(engine)
+    first = told(tmp_path)[0]
+    assert first[: steps + 3] == ["step"] * steps + ["load new", "sleep 1", "forget a,b"]
+    assert told(tmp_path) == [first] * RANKS
+    lockstep = engine.lockstep
+    assert lockstep.ran == RANKS * lockstep.granted == RANKS * first.count("step")
+    assert lockstep.dummies >= lockstep.granted, "one rank at least had nothing to do"
+
+
+def test_a_dropped_chunk_is_not_heard_of_and_its_request_may_come_back(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    engine.add(chunk("one"))
+    engine.step()  # the next one is under way
+    engine.drop("one", 0)
+    engine.add(chunk("one", attempt=1))
+    tokens, outputs = run(engine)
+    assert {new.attempt for output in outputs for new in output.generated} == {1}
+    assert [end.attempt for output in outputs for end in output.ended] == [1]
+    assert engine._placement.free == [rank_backends.BLOCKS] * RANKS
+    assert tokens["one"] >= 1
+
+
+def test_chunks_that_are_handed_back_end_where_they_stand(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    for name in ("one", "two", "three", "four"):
+        engine.add(chunk(name, tokens=30))
+    before = engine.step()
+    engine.end_chunks()
+    tokens, outputs = run(engine)
+    ends = [end for output in outputs for end in output.ended]
+    assert {end.request_id for end in ends if not end.finish} == {new.request_id for new in before.generated}
+    assert all(count < 30 for count in tokens.values())
+    assert not engine.has_work()
+
+
+def test_a_chunk_that_a_rank_refuses_harms_no_other(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    engine.add(chunk("long", known=301))
+    engine.add(chunk("good"))
+    tokens, outputs = run(engine)
+    (failure,) = [failure for output in outputs for failure in output.failed]
+    assert (failure.request_id, failure.error.field) == ("long", "tokens")
+    assert tokens.keys() == {"good"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("dies", "rank 1 of this engine has ended"), ("fails", "rank 1: .*no numbers")]
+)
+def test_a_rank_that_ends_ends_the_engine_and_all_ranks(engines, tmp_path, fault, says):
+    engine = engines(tmp_path, 1, fault, 3)
+    engine.start()
+    engine.add(chunk("one"))
+    with pytest.raises(EngineError, match=says):
+        run(engine)
+    engine.close()
+    assert all(gone(tmp_path, rank) for rank in range(RANKS))
+
+
+def test_a_rank_that_stands_still_is_named_and_killed(engines, tmp_path):
+    engine = engines(tmp_path, 2, "hangs", 3, step_seconds=1.5)
+    engine.start()
+    engine.add(chunk("one"))
+    begun = time.monotonic()
+    with pytest.raises(EngineBroken, match=r"ranks \[2\] of this engine did not end a step in time"):
+        run(engine)
+    engine.close()
+    assert time.monotonic() - begun < 20
+    assert all(gone(tmp_path, rank) for rank in range(RANKS))
+
+
+def gone(log: Path, rank: int) -> bool:
+    try:
+        os.kill(int((log / f"rank-{rank}").read_text().split("\n")[0]), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_rank_that_cannot_start_says_why_and_a_load_that_fails_does(engines, tmp_path):
+    with pytest.raises(EngineError, match=r"rank 1: .*cannot be loaded"):
+        engines(tmp_path, 1, "start").start()
+    engine = engines(tmp_path, 2, "load")
+    engine.start()
+    with pytest.raises(EngineBroken, match="the weights are gone"):
+        engine.load_weights(tmp_path, "new")
+
+
+def test_statistics_add_up_or_are_the_slowest_rank_s(engines, tmp_path):
+    one, two = InstanceStats(steps=5, running=2, step_seconds=1.0), InstanceStats(steps=4, pool_away=True)
+    assert merged_stats([one, two]) == InstanceStats(steps=5, running=2, step_seconds=1.0, pool_away=True)
+    engine = engines(tmp_path)
+    engine.start()
+    assert (engine.stats().running, engine.stats().generated_tokens) == (6, 30)
