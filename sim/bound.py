@@ -63,7 +63,7 @@ class Least:
         simple = lower_bound(
             self.tokens, self.longest, self.tokens * instances / self.work, self.alone / self.longest
         )
-        return max([simple, *(charges / (instances + weights) for weights, charges in self.weighed)])
+        return float(max([simple, *(charges / (instances + weights) for weights, charges in self.weighed)]))
 
 
 def of_trajectories(load: Workload, trajectories: Sequence[Sequence[Trajectory]], drafts: bool) -> Least:

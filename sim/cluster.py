@@ -30,6 +30,7 @@ from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.network import Link, Network
 from seer.sim.pool import Pool
+from seer.sim.ranks import RankedInstance
 from seer.sim.workload import Workload
 
 DISPATCH_SECONDS = 0.01
@@ -95,8 +96,8 @@ class Cluster:
         self.context = EstimateMachine(ESTIMATORS[policy.estimator]())
         self.drafts = drafts
         drafting = Drafting() if drafts else None
-        self.instances = {
-            name: Instance(name, load.model, drafting)
+        self.instances: dict[str, Instance] = {
+            name: self._instance(name, drafting, policy)
             for name in (f"e{index:04}" for index in range(load.instances))
         }
         self.pool = Pool(load, self._link_wakes) if load.pool else None
@@ -110,6 +111,12 @@ class Cluster:
         self._since: dict[str, float] = {}
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
+
+    def _instance(self, name: str, drafting: Drafting | None, policy: Policy) -> Instance:
+        load = self.load
+        if load.ranks == 1:
+            return Instance(name, load.model, drafting)
+        return RankedInstance(name, load.model, drafting, load.ranks, gates=policy.admission)
 
     def run(self) -> Outcome:
         """Run until the last response has finished; return the result."""
@@ -154,6 +161,9 @@ class Cluster:
             "recomputed_tokens": sum(engine.recomputed for engine in engines),
             "busy": sum(engine.busy_seconds for engine in engines) / (len(engines) * self.now),
         }
+        if ranked := [engine for engine in engines if isinstance(engine, RankedInstance)]:
+            dummies, steps = (sum(getattr(each, name) for each in ranked) for name in ("dummies", "steps"))
+            outcome.counts["dummies"] = dummies / steps
         return outcome
 
     def _at(self, time: float, action: Callable[..., None], *values: object) -> None:
@@ -193,6 +203,7 @@ class Cluster:
             item.attempt,
             float(view.context),
             view.prompt_len + min(view.generated + item.max_new_tokens, self.lengths[item.request_id]),
+            most=view.context + item.max_new_tokens + 1,
         )
         group = request.group.shared_id or request.group.group_id
         self._began[group] = self._began.get(group, 0) + (not view.produced)

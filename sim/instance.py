@@ -26,14 +26,16 @@ from itertools import count
 from seer.sim.drafting import CLASSES, DRAFT_SHARE, Drafting
 from seer.sim.workload import Model
 
-_EPSILON = 1e-6  # tokens: rounding errors
+EPSILON = 1e-6
+"""Tokens: rounding errors."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
     """A chunk of a request: `length` tokens of prompt and output now, `end` tokens when it ends.
 
-    `prefill` tokens must be computed on admission; `kind` is its class of drafts (`drafting.kind_of`).
+    `prefill` tokens must be computed on admission; `kind` is its class of drafts (`drafting.kind_of`); it may
+    have `most` tokens at its end.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Chunk:
     prefill: float = 0.0
     kind: int = 0
     preemptions: int = 0
+    most: int = 0
     base: float = 0.0  # length minus its class's clock, while it runs
 
 
@@ -107,25 +110,28 @@ class Instance:
     def add(self, chunk: Chunk, now: float) -> None:
         """Add a chunk to the queue at `now`."""
         self.advance(now)
-        self._waiting.append(chunk)
+        self._queue_of(chunk).append(chunk)
         self._admit()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.model.max_num_seqs:
             chunk = self._waiting[0]
             ahead = 1 + len(self._running)  # one slot for each token that the next step samples
-            if chunk.length + ahead > self.model.kv_tokens - self.kv_tokens + _EPSILON:
+            if chunk.length + ahead > self.model.kv_tokens - self.kv_tokens + EPSILON:
                 break
             self._waiting.popleft()
-            self.kv_tokens += chunk.length
-            self._prefill_seconds += chunk.prefill * self.model.prefill
-            chunk.prefill = 0.0
-            chunk.base = chunk.length - self._clocks[chunk.kind]
-            self._running[chunk.request_id] = chunk
-            self._counts[chunk.kind] += 1
-            heapq.heappush(self._ends[chunk.kind], (chunk.end - chunk.base, next(self._order), chunk))
+            self._begin(chunk)
         self._evict()
         self._up_to_date = False
+
+    def _begin(self, chunk: Chunk) -> None:
+        self.kv_tokens += chunk.length
+        self._prefill_seconds += chunk.prefill * self.model.prefill
+        chunk.prefill = 0.0
+        chunk.base = chunk.length - self._clocks[chunk.kind]
+        self._running[chunk.request_id] = chunk
+        self._counts[chunk.kind] += 1
+        heapq.heappush(self._ends[chunk.kind], (chunk.end - chunk.base, next(self._order), chunk))
 
     def _remove(self, chunk: Chunk) -> None:
         chunk.length = self._clocks[chunk.kind] + chunk.base
@@ -155,7 +161,7 @@ class Instance:
             return math.inf
         if not self._up_to_date:
             self._update_step()
-        steps = (self.model.kv_tokens - self.kv_tokens) / self._gain
+        steps = self._steps_to_full()
         for kind, ends in enumerate(self._ends):
             while ends and self._stale(*ends[0]):
                 heapq.heappop(ends)
@@ -163,6 +169,9 @@ class Instance:
                 steps = min(steps, (ends[0][0] - self._clocks[kind]) / self._rates[kind])
         steps = max(steps, 0.0)
         return self._now + self._prefill_seconds + steps * (self._step + self._rise * steps / 2)
+
+    def _steps_to_full(self) -> float:
+        return (self.model.kv_tokens - self.kv_tokens) / self._gain
 
     def advance(self, now: float) -> None:
         """Let time pass until `now`, which must not be after `next_event`."""
@@ -180,23 +189,27 @@ class Instance:
         for kind, n in enumerate(self._counts):
             if n:
                 self._clocks[kind] += self._rates[kind] * steps
-        self.kv_tokens += self._gain * steps
+        self._grow(steps)
         self.generated += self._gain * steps
         self._step += self._rise * steps
+
+    def _grow(self, steps: float) -> None:
+        self.kv_tokens += self._gain * steps
 
     def settle(self, now: float) -> list[Chunk]:
         """Advance to `now`; return the chunks that ended, in the order of their admission."""
         self.advance(now)
         ended: list[tuple[int, Chunk]] = []
         for kind, ends in enumerate(self._ends):
-            while ends and ends[0][0] <= self._clocks[kind] + _EPSILON:
+            while ends and ends[0][0] <= self._clocks[kind] + EPSILON:
                 key, order, chunk = heapq.heappop(ends)
                 if not self._stale(key, order, chunk):
                     self._remove(chunk)
                     chunk.length = chunk.end
+                    self._ended(chunk)
                     ended.append((order, chunk))
-        while self.kv_tokens >= self.model.kv_tokens - _EPSILON and len(self._running) > 1:
-            self._preempt()
+        while (victim := self._victim()) is not None:
+            self._preempt(victim)
         self._admit()
         return [chunk for _, chunk in sorted(ended, key=lambda item: item[0])]
 
@@ -204,12 +217,23 @@ class Instance:
         """Return whether an entry is from before a preemption of its chunk."""
         return self._running.get(chunk.request_id) is not chunk or chunk.end - chunk.base != key
 
-    def _preempt(self) -> None:
-        chunk = self._running[next(reversed(self._running))]
+    def _ended(self, chunk: Chunk) -> None:
+        """Note that a chunk has ended."""
+
+    def _victim(self) -> Chunk | None:
+        """Return the chunk that is admitted last, if it has to make room."""
+        if self.kv_tokens < self.model.kv_tokens - EPSILON or len(self._running) < 2:
+            return None
+        return self._running[next(reversed(self._running))]
+
+    def _preempt(self, chunk: Chunk) -> None:
         self._remove(chunk)
-        chunk.length = float(math.floor(chunk.length + _EPSILON))
+        chunk.length = float(math.floor(chunk.length + EPSILON))
         chunk.prefill = chunk.length
         chunk.preemptions += 1
         self.preempted += 1
         self.recomputed += chunk.length
-        self._waiting.appendleft(chunk)
+        self._queue_of(chunk).appendleft(chunk)
+
+    def _queue_of(self, chunk: Chunk) -> deque[Chunk]:
+        return self._waiting

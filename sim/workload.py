@@ -81,7 +81,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     length), `between` and `outliers`. With `turns` above 1 responses are trajectories of that many turns on
     average, and `cap` counts what tools add as well; `sim/turns.py` has what the `tool_` fields mean.
     `pool`: instances share a KV pool; else what one does not have it computes again. `node_instances` of them
-    share a node, and its links. Raises `InvalidField`.
+    share a node, and its links. An instance has `ranks` data-parallel ranks, with equal parts of its KV.
+    Raises `InvalidField`.
     """
 
     name: str
@@ -102,9 +103,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tool_sigma: float = 1.2
     pool: bool = True
     node_instances: int = 1
+    ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("instances", "groups", "group_size", "cap", "prompt", "node_instances"):
+        for name in ("instances", "groups", "group_size", "cap", "prompt", "node_instances", "ranks"):
             if getattr(self, name) < 1:
                 raise InvalidField(f"workload.{name}", getattr(self, name), "must be 1 or more")
         for name in ("between", "outliers"):
@@ -117,11 +119,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self._check_turns()
         if any(not 1 <= length <= self.cap for group in self.lengths for length in group):
             raise InvalidField("workload.lengths", "...", f"must be in [1, cap = {self.cap}]")
-        if self.prompt + self.cap + 1 > self.model.kv_tokens:
-            raise InvalidField(
-                "model.kv_tokens", self.model.kv_tokens,
-                f"cannot hold one response: raise it above prompt + cap = {self.prompt + self.cap}",
-            )  # fmt: skip
+        if self.prompt + self.cap + 1 > self.model.kv_tokens // self.ranks:
+            least = f"prompt + cap = {self.prompt + self.cap}"
+            if self.ranks > 1:
+                least = f"ranks x (prompt + cap) = {self.ranks * (self.prompt + self.cap)}"
+            fix = f"cannot hold one response on each rank: raise it above {least}"
+            raise InvalidField("model.kv_tokens", self.model.kv_tokens, fix)
 
     def _check_turns(self) -> None:
         for name, low, high in (
@@ -145,6 +148,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             block_size=self.model.block_size,
             max_num_seqs=self.model.max_num_seqs,
             max_model_len=self.prompt + self.cap,
+            parts=self.ranks,
         )
 
     def draw(self, seed: int) -> list[list[int]]:

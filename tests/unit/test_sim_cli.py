@@ -54,6 +54,15 @@ def test_a_table_has_a_row_for_each_policy_and_the_report_the_same_figures(
     assert "paper" not in result.output
 
 
+def test_the_report_says_how_many_steps_of_ranks_are_dummies(tmp_path: Path) -> None:
+    path, report = tmp_path / "ranks.toml", tmp_path / "report.json"
+    path.write_text('like = "kimi-k2"\ninstances = 1\ngroups = 2\nranks = 32\n')
+    result = sim("--workload", path, "--policy", "seer", "--seeds", 1, "--json", report)
+    assert result.exit_code == 0, result.output
+    for run in json.loads(report.read_text())["workloads"][0]["runs"]:
+        assert 0.5 < run["counts"]["dummies"] < 1, "16 responses have 32 ranks"
+
+
 def test_responses_with_turns_have_columns_of_their_own(tiny: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert "computed" not in sim("--workload", tiny, "--policy", "seer", "--seeds", 1).output
