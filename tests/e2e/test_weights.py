@@ -15,6 +15,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+import torch
 from safetensors.torch import load_file, save_file
 from shared_engines import MODEL, ONE_CORE, SharedEngines, changed_model, texts
 
@@ -106,6 +107,29 @@ async def test_an_updated_system_is_as_a_fresh_one(
         streamed = await client.update_weights(version + 3, tensors)
         assert streamed.digest == live.digest
         assert_same((await roll(client))[:2], expected)
+
+
+async def test_fifty_deltas_are_as_one_whole_update(pair: SharedEngines) -> None:
+    """A step changes one element in a hundred of every tensor, as steps in bfloat16 do."""
+    tensors = load_file(MODEL / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
+        *before, (version, _) = await roll(client)
+        await client.update_weights(version + 1, tensors)
+        for step in range(version + 2, version + 52):
+            for tensor in tensors.values():
+                at = torch.randint(0, tensor.numel(), (1 + tensor.numel() // 100,), generator=random)
+                tensor.view(-1)[at] *= 1.05
+            live = await client.update_weights(step, tensors)
+            assert not live.quarantined
+            assert client.deltas.last.sent < 0.05 * client.deltas.last.of
+        *by_deltas, seen = await roll(client)
+        assert seen == (version + 51, live.digest)
+        assert by_deltas[0] != before[0]
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL, deltas=False) as client:
+        whole = await client.update_weights(version + 100, tensors)
+        assert whole.digest == live.digest
+        assert_same((await roll(client))[:2], by_deltas)
 
 
 async def test_weights_that_engines_read_are_as_good_as_a_folder(changed: Path, pair: SharedEngines) -> None:
