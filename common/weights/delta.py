@@ -78,7 +78,7 @@ def changes(old: Bytes, new: Bytes, width: int) -> Changes | None:
     left = len(new) // (width + 1)
     for start in range(0, len(new), _COPY_BYTES):
         part = slice(start, start + _COPY_BYTES)
-        positions = _differing(old[part], new[part], width)
+        positions = np.flatnonzero(old[part].view(f"<u{width}") != new[part].view(f"<u{width}"))
         left -= len(positions)
         if left < 0:
             return None
@@ -92,26 +92,17 @@ def changes(old: Bytes, new: Bytes, width: int) -> Changes | None:
     return Changes(gaps, new.view(f"<u{width}")[positions])
 
 
-def _differing(old: Bytes, new: Bytes, width: int) -> npt.NDArray[np.int64]:
-    """Return the elements that differ: words of eight bytes are compared first, as most are equal."""
-    even = len(new) // 8 * 8
-    words = np.flatnonzero(old[:even].view("<u8") != new[:even].view("<u8"))
-    lanes = 8 // width
-    before, after = (each[:even].view(f"<u{width}").reshape(-1, lanes)[words] for each in (old, new))
-    within = np.flatnonzero(before != after)
-    rest = np.flatnonzero(old[even:].view(f"<u{width}") != new[even:].view(f"<u{width}"))
-    return np.concatenate([words[within // lanes] * lanes + within % lanes, rest + even // width])
-
-
 def _narrowed(gaps: npt.NDArray[np.int64], width: int) -> Ints:
     """Return the same positions, and more where needed, with gaps of the type that takes the fewest bytes."""
+    most = int(gaps.max(initial=0))
 
     def size(bits: int) -> int:
-        return (len(gaps) + int(((gaps - 1) // (2**bits - 1)).sum())) * (bits // 8 + width)
+        more = 0 if most < 2**bits else int(((gaps - 1) // (2**bits - 1)).sum())
+        return (len(gaps) + more) * (bits // 8 + width)
 
     bits = min((8, 16, 32), key=size)
-    steps = (gaps - 1) // (2**bits - 1)
-    if steps.any():
+    if most >= 2**bits:
+        steps = (gaps - 1) // (2**bits - 1)
         ends = np.cumsum(steps + 1) - 1
         wide = np.full(int(ends[-1]) + 1, 2**bits - 1, np.int64)
         wide[ends] = gaps - steps * (2**bits - 1)
