@@ -14,6 +14,7 @@ import pytest
 if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")):
     pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
 
+import torch
 from shared_engines import ONE_CORE, SharedEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,6 +48,12 @@ async def in_update(*given):
     await asyncio.sleep(0.03)
     die(task)
 
+async def by_deltas(client, version, tensors):
+    before = client.weight_version
+    live = await update(client, version, tensors, base=max(0, before))
+    assert (client.deltas.last.why == "") is (before > 0), client.deltas.last
+    return live
+
 def after_step(optimizer):
     step(optimizer)
     die()
@@ -57,6 +64,8 @@ elif phase == "rollout":
     problems.reward = in_rollout
 elif phase == "train":
     learner.torch.optim.AdamW.step = after_step
+elif phase == "deltas":
+    train.RolloutClient.update_weights = by_deltas
 elif phase == "checkpoint":  # written, not yet in its place
     checkpoint.Path.replace = die
 elif phase == "metrics":  # the checkpoint is there, metrics.jsonl is not
@@ -70,7 +79,7 @@ async def run(out: Path, phase: str, *more: str) -> int:
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     _, said = await process.communicate()
     code = process.returncode
-    assert code == (-signal.SIGKILL if phase else 0), said.decode()
+    assert code == (0 if phase in ("", "deltas") else -signal.SIGKILL), said.decode()
     return code
 
 
@@ -87,6 +96,19 @@ async def test_a_run_trains_on_what_the_engines_sampled(tmp_path: Path, pair: Sh
     await run(tmp_path, "", "--connect", pair.anew(chunk_size=32))
     check_learnt(curve(tmp_path))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.breadth
+async def test_a_run_by_deltas_ends_in_the_checkpoint_of_one_by_whole_streams(
+    tmp_path: Path, pair: SharedEngines
+) -> None:
+    """Steps in float32 change nearly all elements, so the run names the base of each delta."""
+    by_deltas, whole = tmp_path / "deltas", tmp_path / "whole"
+    await run(by_deltas, "deltas", "--connect", pair.anew(chunk_size=32))
+    await run(whole, "", "--connect", pair.anew(chunk_size=32))
+    assert learnt(curve(by_deltas)) == learnt(curve(whole))
+    ours, theirs = (torch.load(each / "checkpoint.pt")["model"] for each in (by_deltas, whole))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def check_learnt(rows: list[dict[str, Any]]) -> None:
