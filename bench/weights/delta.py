@@ -8,6 +8,7 @@ has bytes and seconds as shares of the whole stream's in the same turn. `client_
 needs to compare and hash before anything is sent. Prints JSON.
 
     python bench/weights/delta.py --synthetic 500 --turns 3
+    python bench/weights/delta.py --synthetic 500 --turns 3 --replay
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -73,14 +75,15 @@ async def update(client: RolloutClient, tensors: Tensors) -> dict[str, float]:
     client.deltas.plan = plan  # type: ignore[method-assign]
     if live.quarantined:
         raise RuntimeError(live.quarantined)
+    print(version, taken, client.deltas.last, file=sys.stderr)  # how far it is
     return {"mb": client.deltas.last.sent / 1e6, "seconds": taken, "client_seconds": seconds}
 
 
 async def pause(client: RolloutClient, tensors: Tensors) -> float:
     """Return how long a rollout waits for new weights after its last token."""
     version = (await client.status()).weight_version + 1
-    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
-    rollout = await client.submit([[1, 5, 9]], n=4, sampling=sampling)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    rollout = await client.submit([[1, 5, 9]], n=2, sampling=sampling)
     running = asyncio.create_task(client.update_weights(version, tensors))
     await rollout.result()
     ended = time.perf_counter()
@@ -108,16 +111,27 @@ async def turn(
     return found
 
 
-async def measure(model: Path, instances: int, turns: int) -> list[dict[str, dict[str, float]]]:
-    """Run a system and take turns; the first one is left out."""
-    settings = [f"shared.model={model}", "engine.max_model_len=256", "engine.kv_blocks=600"]
-    tensors = load_file(model / "model.safetensors")
+async def measure(
+    model: Path | None, megabytes: int, instances: int, turns: int
+) -> list[dict[str, dict[str, float]]]:
+    """Run a system and take turns. Without a model engines replay, and only check what they would load."""
+    settings = ["engine.kv_blocks=100", "engine.max_model_len=256"]
+    if model is None:
+        settings.append("engine.backend=replay")
+        tensors = {
+            f"layers.{number}": torch.randn(5000, 1000).bfloat16() for number in range(megabytes // 10)
+        }
+    else:
+        # CPUs without AMX are slow in bfloat16; updates do not depend on what engines compute in.
+        settings += [f"shared.model={model}", "engine.dtype=float32"]
+        tensors = load_file(model / "model.safetensors")
     async with (
         LocalSystem(load(None, {}, settings), instances) as system,
         RolloutClient(system.endpoint, deltas=False) as whole,
         RolloutClient(system.endpoint) as client,
     ):
-        return [await turn(whole, client, tensors, 10 * number) for number in range(turns + 1)][1:]
+        await update(whole, tensors)  # the first one allocates pages
+        return [await turn(whole, client, tensors, 10 * number) for number in range(turns)]
 
 
 def main() -> None:
@@ -125,12 +139,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--synthetic", type=int, default=500, metavar="MB", help="size of the random model")
+    parser.add_argument("--replay", action="store_true", help="engines that check weights, and load none")
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="seer-bench-") as scratch:
-        model = random_llama(Path(scratch), given.synthetic, torch.bfloat16)
-        turns = asyncio.run(measure(model.absolute(), given.instances, given.turns))
+        model = None if given.replay else random_llama(Path(scratch), given.synthetic, torch.bfloat16)
+        turns = asyncio.run(measure(model, given.synthetic, given.instances, given.turns))
     kinds = {
         kind: {key: statistics.median(each[kind][key] for each in turns) for key in turns[0][kind]}
         for kind in turns[0]
