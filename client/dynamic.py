@@ -4,7 +4,7 @@ Invariants:
 - all waves (submissions) have the same rollout number, and prompt ids are unique over all of them: no noise
   key is used for two prompts, and a group is the same in whichever wave it runs;
 - which groups are accepted, in which order, and which are dropped depends only on the stream of prompts, the
-  weights and the seed, unless `first_finished_biased` is set (`seer.client.selection`);
+  weights and the seed, unless `first_finished_biased` is set (`seer.client.dynamic_selection`);
 - all groups have the same weight version, or there is an error;
 - every prompt drawn has one outcome; those that were not needed are in `unused`;
 - after the `async with` no task is left here, and no work at the buffer.
@@ -20,6 +20,7 @@ from concurrent.futures import Executor
 from typing import TypeAlias
 
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
+from seer.client.dynamic_selection import Outcome, Selection
 from seer.client.prompts import Prompt, prepare
 from seer.client.results import Group
 from seer.client.reward_calls import (
@@ -32,7 +33,6 @@ from seer.client.reward_calls import (
 )
 from seer.client.rewards import RewardFailed, Scored
 from seer.client.rollout import Rollout, summary_of
-from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams
 from seer.common.wire import Tokens

@@ -17,7 +17,7 @@ import numpy as np
 
 from seer.client.tensor_stream import Entry, Tensor, TensorStream, bytes_of, hash_of
 from seer.common.process.log import get_logger
-from seer.common.process.memory import free_bytes
+from seer.common.process.memory_limit import free_bytes
 from seer.common.weights.delta import BASE, GAPS, VALUES, WHOLE, Changes, changes
 from seer.common.wire import Bytes
 

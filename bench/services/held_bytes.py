@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from lib.hardware import machine
 
-from seer.common.process.memory import MOST
+from seer.common.process.memory_limit import MOST
 from seer.common.types import SamplingParams
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import Output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seer.common.config import BufferConfig, DgdsConfig
-from seer.common.process.memory import Bound
+from seer.common.process.memory_limit import Bound
 from seer.common.wire import TOKEN_BYTES as DRAFT_TOKEN_BYTES
 
 MOST_UNFINISHED_BYTES, MOST_RESULT_BYTES = 16 * 2**30, 8 * 2**30

@@ -28,8 +28,8 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.common.process.memory import bounds, limit_bytes
 from seer.common.process.memory_bounds import buffer_bounds
+from seer.common.process.memory_limit import bounds, limit_bytes
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections

@@ -26,8 +26,8 @@ from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.process.memory import bounds, limit_bytes
 from seer.common.process.memory_bounds import dgds_bounds
+from seer.common.process.memory_limit import bounds, limit_bytes
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.group_store import Delta, Store
 from seer.services.dgds.past_groups import PastGroups

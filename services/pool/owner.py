@@ -29,7 +29,7 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import ask_master, port_environment, read_figures
 from seer.common.process.log import get_logger
-from seer.common.process.memory import free_bytes
+from seer.common.process.memory_limit import free_bytes
 from seer.common.process.watchdog import Watchdog
 from seer.common.weights.mooncake import own_address
 from seer.services.pool.child_program import Program, first_ended

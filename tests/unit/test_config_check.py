@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from seer.cli.main import main
 from seer.common.config import Config, dump, load, load_with_sources
 from seer.common.policy.device_defaults import Device
-from seer.common.process.memory import bounds
 from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
+from seer.common.process.memory_limit import bounds
 from seer.config_check.advice import advice
 from seer.config_check.facts import Facts, held
 from seer.config_check.settings import LEFT_OPEN, VLLMS, rows

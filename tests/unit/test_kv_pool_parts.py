@@ -14,11 +14,11 @@ pytest.importorskip("xxhash")
 from fake_mooncake import until  # noqa: E402 - after torch, which may be missing
 
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool import store_calls as store_calls_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool import unreachable_store as store_calls_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool.block_copies import CHECKSUM_BYTES, KvRegions  # noqa: E402
 from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer  # noqa: E402
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing, tokens_to_save  # noqa: E402
-from seer.services.engine.vllm.kv_pool.store_calls import (  # noqa: E402
+from seer.services.engine.vllm.kv_pool.unreachable_store import (  # noqa: E402
     FIRST_SECONDS,
     LONGEST_SECONDS,
     CallThread,

@@ -16,8 +16,8 @@ from seer.common.endpoints import is_local, shards
 from seer.common.errors import ConfigError
 from seer.common.policy.device_defaults import MEMORY_SHARE
 from seer.common.policy.schedule import POLICIES
-from seer.common.process.memory import MOST, Bound, bounds
 from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
+from seer.common.process.memory_limit import MOST, Bound, bounds
 from seer.config_check.facts import Facts, held
 from seer.config_check.settings import gib, number
 from seer.services.buffer.log.log_folder import KEPT_BYTES

@@ -14,7 +14,7 @@ from seer.common.config import Config, load_with_sources
 from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device, engine_defaults
 from seer.common.process.log import printable
-from seer.common.process.memory import limit_bytes
+from seer.common.process.memory_limit import limit_bytes
 from seer.common.weights.safetensors import open_regular
 from seer.config_check.advice import Advice, advice
 from seer.config_check.facts import MEAN_TOKENS, Facts

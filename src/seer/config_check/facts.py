@@ -9,7 +9,7 @@ from typing import Any
 
 from seer.common.config import Config
 from seer.common.policy.device_defaults import Device, EngineDefaults, engine_defaults
-from seer.common.process.memory import Bound
+from seer.common.process.memory_limit import Bound
 
 MEAN_TOKENS = 16_384
 """Tokens of a response where nobody says: the paper's three workloads have 7,600 to 39,000 on average."""

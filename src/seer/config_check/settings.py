@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from seer.common.config import Config
-from seer.common.process.memory import Bound
 from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
+from seer.common.process.memory_limit import Bound
 from seer.common.tables import settings, toml_value
 from seer.config_check.facts import Facts, held
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seer.common.config import Config
-from seer.common.process.memory import free_bytes
+from seer.common.process.memory_limit import free_bytes
 from seer.doctor.checked_config import given, weight_bytes
 from seer.doctor.report_lines import Report
 from seer.local.hardware import EnginePlan, plan_engines

@@ -19,7 +19,7 @@ from seer.common.config import CPU_KV_SHARE, EngineConfig
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.policy.device_defaults import Device, engine_defaults
 from seer.common.process.devices import visible_devices
-from seer.common.process.memory import free_bytes
+from seer.common.process.memory_limit import free_bytes
 
 MAX_KV_GIB = 4.0
 """Bound on the default KV memory of a CPU engine: more rarely improves prefix reuse."""

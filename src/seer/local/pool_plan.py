@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from seer.common.config import POOL_SHARE, EngineConfig, PoolConfig
 from seer.common.errors import InvalidField
-from seer.common.process.memory import free_bytes
+from seer.common.process.memory_limit import free_bytes
 
 POOL_SERVICES = ("pool-master", "pool-owner")
 

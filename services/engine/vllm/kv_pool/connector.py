@@ -34,7 +34,7 @@ from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
 from seer.services.engine.vllm.kv_pool.connect import open_store
 from seer.services.engine.vllm.kv_pool.guarded_store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
-from seer.services.engine.vllm.kv_pool.store_calls import CALL_SECONDS
+from seer.services.engine.vllm.kv_pool.unreachable_store import CALL_SECONDS
 from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
 Invariants:
 - calls return, whatever Mooncake does: a failure, or more than `call_seconds` (for each quarter of the
   staging buffer, where more is moved), is a miss, and counted;
-- while the pool is away (see `store_calls`) nothing is sent to it;
+- while the pool is away (see `unreachable_store`) nothing is sent to it;
 - keys begin with a namespace, so that KV of other weights, types or layouts cannot be found; without a
   namespace nothing is looked up or saved;
 - a put returns once its blocks are copied, so that a slow pool pins no KV blocks; it is dropped if the
@@ -30,7 +30,7 @@ from seer.common.errors import EngineError
 from seer.common.process.log import get_logger
 from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
 from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer
-from seer.services.engine.vllm.kv_pool.store_calls import PoolAway, StoreCalls
+from seer.services.engine.vllm.kv_pool.unreachable_store import PoolAway, StoreCalls
 
 MISSING, NO_ROOM = -704, -200
 """Mooncake's codes for a key that is not there, and for a full store."""

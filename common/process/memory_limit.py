@@ -1,6 +1,6 @@
 """How much memory this process may have, what is left of it, and what follows for bounds.
 
-Invariants (tests/unit/test_memory.py asserts them):
+Invariants (tests/unit/test_memory_limit.py asserts them):
 - the limit is the smallest of the limits of the process's cgroup and all cgroups above (v2 `memory.max`,
   which systemd's `MemoryMax` and containers set, or v1), of RLIMIT_AS and of the machine;
 - bounds that follow from a limit, or are accepted beside it, are at most `MOST` of it together: a process

@@ -1,4 +1,4 @@
-"""Which groups dynamic sampling accepts, whatever the schedule: the invariants of seer.client.selection."""
+"""Which groups dynamic sampling accepts, whatever the schedule: the invariants of seer.client.dynamic_selection."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.client.selection import Selection
+from seer.client.dynamic_selection import Selection
 from seer.common.errors import InvalidField
 
 

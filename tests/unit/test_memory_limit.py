@@ -12,7 +12,7 @@ from memory_transport import MemoryNetwork, MemoryTransport
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, DgdsConfig
 from seer.common.errors import ConfigError
-from seer.common.process.memory import MOST, Bound, bounds, free_bytes, limit_bytes
+from seer.common.process.memory_limit import MOST, Bound, bounds, free_bytes, limit_bytes
 from seer.services.buffer import server as buffer_server
 from seer.services.dgds import server as dgds_server
 from tests.parts import ROOT
@@ -83,7 +83,7 @@ def test_without_limits_it_is_the_machine(tmp_path, monkeypatch):
 
 
 def test_an_address_space_is_a_limit():
-    code = "from seer.common.process.memory import limit_bytes; print(limit_bytes())"
+    code = "from seer.common.process.memory_limit import limit_bytes; print(limit_bytes())"
     limited = lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * GIB, 3 * GIB))  # noqa: E731
     found = subprocess.run(
         [sys.executable, "-c", code], preexec_fn=limited, capture_output=True, text=True, check=True, timeout=60
