@@ -92,6 +92,20 @@ async def test_tokens_of_streamed_chunks_come_as_they_are_generated():
         assert buffer.heard(wire.ChunksDone)[-1].tokens.tolist() == found  # the same when it runs in one go
 
 
+@pytest.mark.parametrize(("parts", "least", "most"), [(3200, 40, 60), (10, 4, 10)])
+@virtual
+async def test_the_more_streams_there_are_the_longer_is_the_pause_between_their_messages(
+    monkeypatch, parts, least, most
+):
+    monkeypatch.setattr("seer.services.engine.server.STREAM_PARTS", parts)
+    async with engine() as (buffer, *_):
+        for index in range(4):
+            await buffer.run(index, new=200, stream=True)  # of 10 ms each
+        await eventually(lambda: len(buffer.results()) == 4)
+        messages = [done for done in buffer.heard(wire.ChunksDone) if done.going_on]
+        assert least <= len(messages) <= most
+
+
 @virtual
 async def test_an_engine_that_leaves_hands_back_what_it_has_not_streamed():
     async with engine() as (buffer, server, running, _):
