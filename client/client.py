@@ -320,7 +320,7 @@ class RolloutClient:
         """
         self._check_open()
         if (current := self._update) is not None:
-            raise InvalidField("version", version, f"await that to {current.request.version} first")
+            raise InvalidField("version", version, f"await the update to {current.request.version} first")
         self._update = update = Update(version, source, digest, in_flight, self.deltas, base)
         try:
             async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):

@@ -146,12 +146,20 @@ class Instance:
         self._up_to_date = True
         drafted, self._gain = 0.0, float(len(self._running))
         if self._drafting is not None:
-            self._rates, drafted = self._drafting.rates(self.model, self._counts, self.kv_tokens)
+            self._rates, drafted = self._drafting.rates(self.model, self._counts, self._kv_read())
             self._gain = sum(rate * n for rate, n in zip(self._rates, self._counts, strict=True) if n)
         share = 1 + DRAFT_SHARE if drafted else 1.0
         batch = len(self._running)
-        self._step = share * self.model.seconds(batch, drafted, self.kv_tokens)
-        self._rise = share * self.model.read(batch, drafted) * self._gain
+        self._step = share * self.model.seconds(batch, drafted, self._kv_read())
+        self._rise = share * self.model.read(batch, drafted) * self._growth()
+
+    def _kv_read(self) -> float:
+        """Return how many tokens' KV a step reads, as far as its time depends on it."""
+        return self.kv_tokens
+
+    def _growth(self) -> float:
+        """Return by how much a step raises `_kv_read`."""
+        return self._gain
 
     # --- time ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from seer.common.policy.ranks import RankPlacement
-from seer.sim.drafting import DRAFT_SHARE, Drafting
+from seer.sim.drafting import Drafting
 from seer.sim.instance import EPSILON, Chunk, Instance
 from seer.sim.workload import Model
 
@@ -89,20 +89,12 @@ class RankedInstance(Instance):
     def _ended(self, chunk: Chunk) -> None:
         self._placement.end(self._places.pop(chunk.request_id), self._blocks(chunk))
 
-    def _update_step(self) -> None:
-        super()._update_step()
+    def _kv_read(self) -> float:
+        return self._ranks * float(self._kv.max())
+
+    def _growth(self) -> float:
         self._gains = self._kinds @ np.array(self._rates)
-        fullest = int(self._kv.argmax())
-        read = self._ranks * float(self._kv[fullest])
-        drafted = 0.0
-        if self._drafting is not None:
-            self._rates, drafted = self._drafting.rates(self.model, self._counts, read)
-            self._gains = self._kinds @ np.array(self._rates)
-            self._gain = float(self._gains.sum())
-        share = 1 + DRAFT_SHARE if drafted else 1.0
-        batch = len(self._running)
-        self._step = share * self.model.seconds(batch, drafted, read)
-        self._rise = share * self.model.read(batch, drafted) * self._ranks * float(self._gains[fullest])
+        return self._ranks * float(self._gains[self._kv.argmax()])
 
     def _steps_to_full(self) -> float:
         used = self._gains > 0

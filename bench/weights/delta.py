@@ -30,6 +30,7 @@ from lib.random_model import random_llama
 from safetensors.torch import load_file
 
 from seer.client import RolloutClient, SamplingParams
+from seer.client.sent_weights import Plan, SentWeights
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import load
 from seer.local.system import LocalSystem
@@ -56,27 +57,31 @@ def clustered(tensors: Tensors, share: float, seed: int) -> None:
         left -= len(flat)
 
 
-async def update(client: RolloutClient, tensors: Tensors) -> dict[str, float]:
-    """Measure an update while nothing is generated."""
-    version = (await client.status()).weight_version + 1
-    plan, seconds = client.deltas.plan, 0.0
+class Timed(SentWeights):
+    """Notes in `seconds` how long the last plan took."""
 
-    def timed(stream: TensorStream, base: int | None) -> Any:  # noqa: ANN401 - what the client makes of it
-        nonlocal seconds
+    seconds = 0.0
+
+    def plan(self, stream: TensorStream, base: int | None) -> Plan:
+        """See `SentWeights.plan`."""
         started = time.perf_counter()
-        made = plan(stream, base)
-        seconds = time.perf_counter() - started
+        made = super().plan(stream, base)
+        self.seconds = time.perf_counter() - started
         return made
 
-    client.deltas.plan = timed  # type: ignore[method-assign]
+
+async def update(client: RolloutClient, tensors: Tensors) -> dict[str, float]:
+    """Measure an update while nothing is generated."""
+    timed = client.deltas
+    assert isinstance(timed, Timed)
+    version = (await client.status()).weight_version + 1
     started = time.perf_counter()
     live = await client.update_weights(version, tensors)
     taken = time.perf_counter() - started
-    client.deltas.plan = plan  # type: ignore[method-assign]
     if live.quarantined:
         raise RuntimeError(live.quarantined)
     print(version, taken, client.deltas.last, file=sys.stderr)  # how far it is
-    return {"mb": client.deltas.last.sent / 1e6, "seconds": taken, "client_seconds": seconds}
+    return {"mb": client.deltas.last.sent / 1e6, "seconds": taken, "client_seconds": timed.seconds}
 
 
 async def pause(client: RolloutClient, tensors: Tensors) -> float:
@@ -127,8 +132,8 @@ async def measure(
         tensors = load_file(model / "model.safetensors")
     async with (
         LocalSystem(load(None, {}, settings), instances) as system,
-        RolloutClient(system.endpoint, deltas=False) as whole,
-        RolloutClient(system.endpoint) as client,
+        RolloutClient(system.endpoint, deltas=Timed(enabled=False)) as whole,
+        RolloutClient(system.endpoint, deltas=Timed()) as client,
     ):
         await update(whole, tensors)  # the first one allocates pages
         return [await turn(whole, client, tensors, 10 * number) for number in range(turns)]

@@ -123,15 +123,18 @@ def apply(
     base: Path,
     delta: Path,
     result: Path,
+    name: str,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda have: None,
 ) -> None:
-    """Write the file that a base becomes by a delta, until `stop()` is true.
+    """Write the file that a base of this name becomes by a delta, until `stop()` is true.
 
     `progress` hears how many of the result's first bytes are there. Raises `ValueError` or `OSError`.
     """
     length, tensors = _header(base)
     parts = {each.name: each for each in _header(delta)[1]}
+    if (named := metadata(delta).get(BASE, "")) != name:
+        raise ValueError(f"it is to {named[:80]!r}, not to {name}")
     tensors.sort(key=lambda each: each.start)
     works = [_work(each, parts) for each in tensors]
     if parts:

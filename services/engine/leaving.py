@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -28,6 +29,9 @@ HAND_BACK_SECONDS = 10.0
 LEAST_NOTICE_SECONDS = 30.0
 """How long a machine lives after a notice that does not say it: no cloud gives less."""
 
+MOST_SECONDS = 600.0
+"""Longest wait for the KV pool, however long the notice is."""
+
 GOODBYE_SECONDS = 5.0
 """Kept of a notice for all that follows once the pool has the KV."""
 
@@ -36,6 +40,9 @@ LOOK_SECONDS = 1.0
 
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # Google's and Azure's: else they do not answer
 _MOST_BYTES = 65_536
+_UNREADABLE = (
+    OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, http.client.HTTPException
+)  # fmt: skip
 _PAUSE_SECONDS = 0.02
 _log = get_logger()
 
@@ -69,7 +76,7 @@ class Leaving:
             if looking.done():
                 left = looking.result()
                 _log.warning("this machine is about to go: this engine leaves", seconds=round(left, 1))
-                self._seconds = max(0.0, left - GOODBYE_SECONDS)
+                self._seconds = min(max(0.0, left - GOODBYE_SECONDS), MOST_SECONDS)
                 self.begin()
         finally:
             looking.cancel()
@@ -122,7 +129,7 @@ async def noticed(where: str, clock: Clock) -> float:
         try:
             text = await asyncio.to_thread(_ask, where) if where.startswith("http://") else _read(where)
             left = None if text is None else seconds_left(text, datetime.now(UTC))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             if str(error) != problem:
                 problem = str(error)
                 _log.warning("engine.leave_notice cannot be read", notice=where, why=problem)
@@ -133,8 +140,11 @@ async def noticed(where: str, clock: Clock) -> float:
 
 def _read(where: str) -> str | None:
     """Return the text of a file; None: there is none."""
-    path = Path(where)
-    return path.read_text() if path.exists() else None
+    try:
+        with Path(where).open("rb") as file:
+            return file.read(_MOST_BYTES).decode()
+    except FileNotFoundError:
+        return None
 
 
 def _ask(where: str) -> str | None:

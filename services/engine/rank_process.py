@@ -144,11 +144,8 @@ class Report:
 
 def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
     """Run a rank until the pipe is closed, or its backend fails."""
-    for each in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # sent to all of a group: the engine's process hands back first
-        signal.signal(each, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the engine's process hands back first
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     backend = make(rank, port)
     with contextlib.suppress(EOFError, OSError):  # the engine has ended

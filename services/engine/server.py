@@ -369,7 +369,7 @@ class EngineServer:
                 self._chunk_left(end.request_id, run, finished=bool(end.finish) and not (run.parks or lacks))
                 if lacks:
                     self._reject(end.request_id, run.attempt, EngineError(NO_ROUTES))
-                elif len(run.tokens) > run.sent:  # else all that it handed back was streamed
+                elif len(run.tokens) > run.sent or not self._leaving.begun:  # else all of it was streamed
                     self._ended.append((end, run))
         for failure in out.failed:
             self._fail(failure.request_id, failure.attempt, failure.error)

@@ -26,6 +26,7 @@ from tiny_families import tiny
 
 from seer.common.config import Config, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.process.scratch import private_temporary_folder
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
@@ -77,11 +78,12 @@ def ranks(model: Path, source: str = "off") -> Iterator[RankedBackend]:
             drafts=DraftsConfig(source=source, max_draft=4), pool=PoolConfig(kind="none"),
         )
     )  # fmt: skip
-    try:
-        backend.start()
-        yield backend
-    finally:
-        backend.close()
+    with private_temporary_folder():  # as an engine's process has it
+        try:
+            backend.start()
+            yield backend
+        finally:
+            backend.close()
 
 
 @pytest.fixture(scope="module")

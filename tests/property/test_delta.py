@@ -35,7 +35,7 @@ def delta_of(old, new, forced=True):
 def applied(folder, old, delta):
     base, result = stored(TensorStream(old), folder / "base"), folder / "result"
     result.write_bytes(b"")
-    apply(base, stored(delta, folder / "delta"), result)
+    apply(base, stored(delta, folder / "delta"), result, "v1-a")
     return result.read_bytes()
 
 
@@ -179,7 +179,7 @@ def test_files_that_are_no_delta_are_refused(text, framed):
         (folder / "delta").write_bytes(struct.pack("<Q", len(text)) + text if framed else text)
         (folder / "result").touch()
         for work in (
-            lambda: apply(base, folder / "delta", folder / "result"),
+            lambda: apply(base, folder / "delta", folder / "result", "v1-a"),
             lambda: changed(folder / "delta"),
         ):
             with pytest.raises(ValueError, match=r".+"):
@@ -192,7 +192,9 @@ def test_a_delta_without_parts_changes_nothing(tmp_path):
     (tmp_path / "delta").write_bytes(struct.pack("<Q", len(text)) + text)
     base, result = stored(TensorStream(old), tmp_path / "base"), tmp_path / "result"
     result.write_bytes(b"")
-    apply(base, tmp_path / "delta", result)
+    with pytest.raises(ValueError, match="to 'v1-a', not to v1-b"):
+        apply(base, tmp_path / "delta", result, "v1-b")
+    apply(base, tmp_path / "delta", result, "v1-a")
     assert result.read_bytes() == base.read_bytes()
 
 
@@ -202,7 +204,7 @@ def test_a_stop_ends_it(tmp_path):
     base, result = stored(TensorStream(old), tmp_path / "base"), tmp_path / "result"
     result.write_bytes(b"")
     with pytest.raises(ValueError, match="cancelled"):
-        apply(base, stored(delta, tmp_path / "delta"), result, lambda: True)
+        apply(base, stored(delta, tmp_path / "delta"), result, "v1-a", lambda: True)
 
 
 def test_changes_say_their_size():

@@ -107,6 +107,33 @@ async def test_the_more_streams_there_are_the_longer_is_the_pause_between_their_
 
 
 @virtual
+async def test_a_chunk_that_ends_after_all_of_it_was_streamed_has_a_result():
+    class Late(ReplayBackend):
+        """Says that chunks ended 20 steps after their last token."""
+
+        late, left = (), 0
+
+        def has_work(self):
+            return super().has_work() or bool(self.late)
+
+        def step(self):
+            out = super().step()
+            if out.ended:
+                self.late, self.left, out.ended = out.ended, 20, []
+            self.left -= 1
+            if self.late and self.left == 0:
+                out.ended, self.late = self.late, ()
+            out.seconds = 0.01
+            return out
+
+    async with engine(backend=Late(REPLAY, Config().shared)) as (buffer, *_):
+        await buffer.run(0, new=20, stream=True)
+        await eventually(lambda: bool(buffer.results()))
+        assert sum(part.count for done in buffer.heard(wire.ChunksDone) for part in done.going_on) == 20
+        assert buffer.results()["0", 1].count == 0
+
+
+@virtual
 async def test_an_engine_that_leaves_hands_back_what_it_has_not_streamed():
     async with engine() as (buffer, server, running, _):
         await buffer.run(0, new=4000, stream=True)

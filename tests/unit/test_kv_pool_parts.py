@@ -14,7 +14,7 @@ pytest.importorskip("xxhash")
 from fake_mooncake import until  # noqa: E402 - after torch, which may be missing
 
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool import unreachable_store as store_calls_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool import unreachable_store  # noqa: E402
 from seer.services.engine.vllm.kv_pool.block_copies import CHECKSUM_BYTES, KvRegions  # noqa: E402
 from seer.services.engine.vllm.kv_pool.checksummed_buffer import StagingBuffer  # noqa: E402
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing, tokens_to_save  # noqa: E402
@@ -60,7 +60,7 @@ def test_a_lane_keeps_order_and_passes_on_answers_and_errors():
 
 
 def test_a_full_lane_refuses_and_says_since_when_it_is_busy(monkeypatch):
-    monkeypatch.setattr(store_calls_module, "MAX_WAITING", 2)
+    monkeypatch.setattr(unreachable_store, "MAX_WAITING", 2)
     thread, begun, gate = CallThread("t"), threading.Event(), threading.Event()
     assert thread.busy_since == float("inf")
     thread.submit(lambda: begun.set() or gate.wait(30))

@@ -44,6 +44,11 @@ def test_a_notice_says_how_long_the_machine_lives(text, seconds):
     assert seconds_left(text, NOW) == seconds
 
 
+def test_a_notice_that_is_nested_too_deep_is_none():
+    with pytest.raises(RecursionError):
+        seconds_left("[" * 60_000, NOW)
+
+
 @pytest.mark.parametrize("text", ["soon", "{", '{"time": 5}', '{"time": "soon"}', "[1]", '{"Events": 3}'])
 def test_other_text_is_no_notice(text):
     with pytest.raises(ValueError, match=r"\S"):
@@ -54,7 +59,7 @@ def test_other_text_is_no_notice(text):
 async def test_a_file_that_cannot_be_read_is_no_notice_and_the_next_text_counts(tmp_path):
     notice = tmp_path / "notice"
     looking = asyncio.create_task(noticed(str(notice), LoopClock()))
-    for text in (None, "soon", '{"Events": [3]}', "FALSE"):
+    for text in (None, "soon", "[" * 60_000, '{"Events": [3]}', "FALSE"):
         if text is not None:
             notice.write_text(text)
         await asyncio.sleep(5)
@@ -87,6 +92,24 @@ async def test_an_address_that_finds_nothing_or_fails_is_no_notice():
     assert not answers
 
 
+async def test_what_speaks_no_http_is_no_notice():
+    answers = [
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nTR",
+        b"HTTP/1.0 200 OK\r\n\r\n7",
+    ]
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await noticed(f"http://127.0.0.1:{port}/", LoopClock()) == 7.0
+    assert not answers
+
+
 class Saving(ReplayBackend):
     """Saves KV of chunks that it handed back for so many seconds."""
 
@@ -105,7 +128,14 @@ class Saving(ReplayBackend):
 
 @pytest.mark.parametrize(
     ("notice", "saves", "leaves_after"),
-    [(None, 4.0, 4.0), (None, 99.0, 10.0), ("120", 60.0, 60.0), ("120", 900.0, 115.0), ("2", 900.0, 0.0)],
+    [
+        (None, 4.0, 4.0),
+        (None, 99.0, 10.0),
+        ("120", 60.0, 60.0),
+        ("120", 900.0, 115.0),
+        ("2", 900.0, 0.0),
+        ("1e300", 9e9, 600.0),
+    ],
 )
 @virtual
 async def test_it_leaves_once_its_kv_is_saved_or_the_time_is_up(tmp_path, notice, saves, leaves_after):

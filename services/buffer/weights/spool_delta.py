@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from seer.common.blobs import Blob
-from seer.common.weights.delta import apply, changed
+from seer.common.weights.delta import apply
 from seer.services.buffer.own_folder import on_disk
 
 
@@ -54,8 +54,6 @@ class Making:
         await self._ended(problem)
 
     def _write(self, progress: Callable[[int], None]) -> None:
-        named, _ = changed(self._delta.file)
-        if named != self._base.name:
-            raise ValueError(f"it is to {named[:80]!r}, not to {self._base.name}")
-        apply(self._base.file, self._delta.file, self._stream.file, self._stopped.is_set, progress)
+        base, stream = self._base, self._stream
+        apply(base.file, self._delta.file, stream.file, base.name, self._stopped.is_set, progress)
         self._stream.note(whole=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from seer.common.policy.device_defaults import has_experts
 from seer.common.vllm_settings import VllmSettings
 
 ONLINE = {
@@ -21,8 +22,6 @@ ONLINE = {
     "fp8_per_channel": "channel",
 }
 """What a scale is for, by the value of `quantization` for a model that is not quantized."""
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def problem(settings: VllmSettings, model: Mapping[str, Any], *, avx512: bool, amx: bool) -> str:
@@ -36,9 +35,7 @@ def problem(settings: VllmSettings, model: Mapping[str, Any], *, avx512: bool, a
     if not own and settings.quantization in ONLINE:
         own = [ONLINE[settings.quantization]]
         field, fix = f"engine.vllm.quantization = {settings.quantization!r}", "leave it out"
-    text = _mapping(model.get("text_config")) or model
-    experts = any(text.get(name) for name in _EXPERTS)
-    if own and experts and (set(own) != {"block"} or not amx):
+    if own and has_experts(model) and (set(own) != {"block"} or not amx):
         return f"{field}: vLLM has no FP8 experts on CPUs, but for blocks with AMX; {fix}"
     if "tensor" in own:
         return f"{field}: vLLM has no FP8 with one scale a tensor on CPUs; {fix}, or use fp8_per_channel"

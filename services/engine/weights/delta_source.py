@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from seer.common.blobs import Blob, fetch
 from seer.common.process.log import get_logger
-from seer.common.weights.delta import apply, changed
+from seer.common.weights.delta import apply
 from seer.services.engine.weights.holders import Buffer, Copy, Holder
 
 
@@ -52,10 +52,7 @@ class DeltaSource:
         get_logger().warning(told, delta=self._delta.name, why=str(why))
 
     def _make(self, delta: Copy, blob: Blob, stop: Callable[[], bool]) -> None:
-        named, _ = changed(delta.file)
-        if named != self._base.name:
-            raise ValueError(f"is to {named[:80]!r}, not to {self._base.name}")
-        apply(self._base.file, delta.file, blob.file, stop)
+        apply(self._base.file, delta.file, blob.file, self._base.name, stop)
 
 
 async def _until_done(work: Awaitable[None], stop: threading.Event) -> None:
