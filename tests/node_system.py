@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,13 +53,14 @@ class NodeSystem:
         await self.registered()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, failed: type[BaseException] | None, *_: object) -> None:
         await self.client.__aexit__(None, None, None)
         for process in self.processes.values():
             process.kill()
             process.wait()
         self.network.close()
-        # KEEP
+        if failed is None:
+            shutil.rmtree(self.folder)
 
     async def start(self, node: str, *settings: str) -> None:
         """Start a node's process in its namespace."""
@@ -83,8 +85,8 @@ class NodeSystem:
             while after and (await self.client.status()).instances:
                 await asyncio.sleep(0.1)
             while not (await self.client.status()).instances:
-                for node in NODES:
-                    assert self.processes[node].poll() is None, self.log(node)
+                ended = [node for node in NODES if self.processes[node].poll() is not None]
+                assert not ended, "\n".join(f"{node}:\n{self.log(node)}" for node in NODES)
                 await asyncio.sleep(0.2)
 
     async def ended(self, node: str, seconds: float) -> int:
@@ -105,5 +107,10 @@ class NodeSystem:
     def _run(self, name: str, service: str, settings: list[str]) -> None:
         command = [sys.executable, "-m", "seer.cli.main", service]
         command += [part for each in (*self._settings, *settings) for part in ("--set", each)]
+        environ = os.environ | {
+            "GLOO_SOCKET_IFNAME": "lo"
+        }  # as an engine of one node leaves it to its children
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
+            )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -232,6 +233,20 @@ def test_kernels_can_be_compiled_or_it_is_said_what_is_missing(tmp_path, tool, m
     (tmp_path / "Python.h").unlink()
     with pytest.raises(EngineError, match=r"Python\.h is missing: .*python3-dev"):
         check_compiler(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, True), ("lo", True), ("ib0", False)])
+def test_ranks_of_several_nodes_never_meet_on_the_loopback_that_an_engine_of_one_node_set(
+    given, used, monkeypatch
+):
+    address = SimpleNamespace(address="10.77.0.1")
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {"lo": [SimpleNamespace(address="127.0.0.1")], "eth0": [address]}
+    )
+    monkeypatch.setattr(os, "environ", {} if given is None else {"GLOO_SOCKET_IFNAME": given})
+    env._reach_other_nodes("10.77.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ("eth0" if used else given)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
 
 
 def test_caches_lie_where_code_may_run(tmp_path, monkeypatch):

@@ -233,8 +233,9 @@ def _reach_other_nodes(own: str) -> None:
         fix = "give an address of the machine that has engine.node_rank = 0"
         raise EngineError(f"engine.leader: {own} is no address of this machine; {fix}")
     os.environ["VLLM_HOST_IP"] = own
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if os.environ.get(name, "lo") == "lo":  # an engine of one node left it to this process
+            os.environ[name] = interface
 
 
 def _prepare_cpu(config: EngineConfig) -> None:
