@@ -2,13 +2,13 @@
 
     python bench/engine/beside_tokens.py --asks experts --layers 8 --turns 5
     python bench/engine/beside_tokens.py --asks top_logprobs --top 5 --vocab 32000
-    python bench/engine/beside_tokens.py --asks streams
+    python bench/engine/beside_tokens.py --asks streams --apart
 
 Two systems with one engine each are up and take turns: the rollouts of one ask for which experts tokens went
 to (`engine.routed_experts`), for alternatives of tokens, or that every second prompt is streamed. Prints
-JSON: bytes of ids a token, medians of tokens/s and of the buffer's CPU us a chunk, and of the turns' ratios,
-with over without; for streams also the seconds until the prompts end that nobody streams. Tokens must be
-equal.
+JSON: bytes of ids a token, medians of tokens/s, of the CPU us a chunk of the buffer and a token of engine and
+client, and of the turns' ratios, with over without; for streams also the seconds until the prompts end that
+nobody streams. Tokens must be equal. `--apart` gives the engine the last core alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 from lib.hardware import machine
 from lib.paths import EXAMPLE
-from lib.processes import cpu_seconds
+from lib.processes import cpu_seconds, pin
 
 from seer.client import Group, Prompt, RolloutClient, SamplingParams
 from seer.common.config import load
@@ -82,9 +83,11 @@ class Side:
                 whole.append(time.perf_counter() - begun)
             return group
 
-        begun, cpu = time.perf_counter(), cpu_seconds(self._system.pids["buffer"])
+        pids = {**self._system.pids, "client": os.getpid()}
+        begun, before = time.perf_counter(), {name: cpu_seconds(pid) for name, pid in pids.items()}
         groups = await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(asked)))
-        seconds, cpu = time.perf_counter() - begun, cpu_seconds(self._system.pids["buffer"]) - cpu
+        seconds = time.perf_counter() - begun
+        cpu = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
         rollout.close()
         responses = [response for group in groups for response in group.responses]
         made = sum(len(response.token_ids) for response in responses)
@@ -92,7 +95,9 @@ class Side:
             "tokens": [response.token_ids.tolist() for response in responses],
             "tokens_per_s": made / seconds,
             "seconds_of_others": statistics.mean(whole) if whole else 0.0,
-            "buffer_us_a_chunk": 1e6 * cpu / sum(group.chunks for group in groups),
+            "buffer_us_a_chunk": 1e6 * cpu["buffer"] / sum(group.chunks for group in groups),
+            "engine_us_a_token": 1e6 * cpu["engine-0"] / made,
+            "client_us_a_token": 1e6 * cpu["client"] / made,
             "bytes": sum(each.routed_experts.nbytes for each in responses if each.routed_experts is not None),
             "read": sum(len(each.routed_experts) for each in responses if each.routed_experts is not None),
         }
@@ -100,6 +105,7 @@ class Side:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Let both sides run the same turns."""
+    cores = os.sched_getaffinity(0)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
         make(folder, args.layers, args.vocab)
@@ -110,8 +116,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "pool.kind=none", f"engine.max_num_seqs={8 * args.prompts}", "drafts.source=off",
                 "log.level=warning", f"buffer.chunk_size={args.chunk}",
                 f"engine.routed_experts={str(name == 'with' and args.asks == 'experts').lower()}",
+                f"engine.cpu_cores={max(cores) if args.apart else ''}",
             ])  # fmt: skip
             system = await stack.enter_async_context(LocalSystem(config, 1))
+            if args.apart:
+                others = (pid for name, pid in system.pids.items() if not name.startswith("engine"))
+                pin([os.getpid(), *others], min(cores))
             client = RolloutClient(system.endpoint, tokenizer=str(folder))
             asks = args.asks if name == "with" else ""
             sides[name] = Side(asks, args.top, await stack.enter_async_context(client), system)
@@ -126,7 +136,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {}
     if read := turns[0]["with"]["read"]:
         report["bytes_a_token"] = round(turns[0]["with"]["bytes"] / read, 1)
-    for figure in ("tokens_per_s", "buffer_us_a_chunk", "seconds_of_others"):
+    for figure in [name for name in turns[0]["with"] if name not in ("bytes", "read")]:
         for name in SIDES:
             report[f"{figure}_{name}"] = round(statistics.median(turn[name][figure] for turn in turns), 1)
         ratios = [turn["with"][figure] / turn["without"][figure] for turn in turns]
@@ -148,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--apart", action="store_true", help="a core for the engine alone")
     args = parser.parse_args()
     report = asyncio.run(measure(args))
     print(json.dumps({"machine": machine("torch", "vllm"), "asked": vars(args), **report}, indent=1))

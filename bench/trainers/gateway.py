@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 from lib.hardware import machine
 from lib.paths import EXAMPLE
-from lib.processes import cpu_seconds
+from lib.processes import cpu_seconds, pin
 
 from seer.common.config import load
 from seer.local.system import LocalSystem
@@ -53,13 +53,6 @@ def children(pid: int) -> list[int]:
         for child in (task / "children").read_text().split():
             found += [int(child), *children(int(child))]
     return found
-
-
-def pin(pids: list[int], core: int) -> None:
-    """Have all threads of these processes run on one core."""
-    for pid in pids:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), {core})
 
 
 class Server:
