@@ -247,7 +247,8 @@ class EngineConfig(Section, frozen=True):
     weights_endpoint: str = ""
     """Where it sends streamed weights on to engines of other machines, `tcp://host:port`; `off`: nowhere.
 
-    Default: a free port of the address by which it reaches the buffer; nowhere if that is its own machine.
+    For those that join later, too, it keeps the live version's stream in TMPDIR. Default: a free port of the
+    address by which it reaches the buffer; nowhere if that is its own machine.
     """
     routed_experts: bool = False
     """Keep which experts each token went to, for rollouts that ask for them: docs/models.md."""

@@ -17,6 +17,7 @@ from seer.common import wire
 from seer.services.buffer.events import FromEngine
 from seer.services.buffer.log import rows
 from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.engine.weights.holders import Peers
 
 BATCH = 25
 RARE = (
@@ -75,6 +76,19 @@ def test_every_type_of_message_was_sent_and_faulted():
     if not WAYS:
         pytest.skip("no seed ran before this in this process")
     assert missing(WAYS) == {"sent": [], "faulted": []}
+
+
+def test_engines_copy_from_engines_what_the_buffer_lost(monkeypatch):
+    sizes, ask = [], Peers.whole_size
+
+    async def asked(self, name, holders):
+        sizes.append(await ask(self, name, holders))
+        return sizes[-1]
+
+    monkeypatch.setattr(Peers, "whole_size", asked)
+    assert not [problem for seed in (2, 17) for problem in run(seed).problems]
+    assert any(sizes)
+    assert not all(sizes)  # others have ended, too
 
 
 def test_a_log_that_says_something_else_than_the_machines_is_a_problem(monkeypatch):

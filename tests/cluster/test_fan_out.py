@@ -17,6 +17,7 @@ from seer.common.blobs import checksum
 from seer.common.config import EngineConfig
 from seer.common.errors import InvalidField
 from seer.services.buffer import conductor
+from seer.services.buffer.weights.weights_machine import RETRY_SECONDS
 from seer.services.engine.weights import holders, updater
 
 PARTS, PART_BYTES = 24, 1024
@@ -196,17 +197,131 @@ async def test_a_trainer_that_stalls_does_not_send_all_to_the_buffer(monkeypatch
         assert cluster.sent["buffer"] == 2 * (PARTS + 1)
 
 
+async def join(cluster, *names):
+    """Have engines join, each on a node of its own; return when they are admitted."""
+    for name in names:
+        cluster.nodes[name] = f"n{name}"
+        await cluster.start(name)
+    await eventually(lambda: set(names) <= cluster.services["buffer"].weights.admitted, 600.0)
+
+
+async def lose_the_spool(cluster):
+    """Restart the buffer, whose spool goes with it, and wait for its engines."""
+    engines = set(cluster.services["buffer"].weights.admitted)
+    await cluster.kill("buffer")
+    await cluster.start("buffer")
+    await eventually(lambda: engines == cluster.services["buffer"].weights.admitted)
+    cluster.sent.clear()
+
+
 @virtual
-async def test_an_engine_that_joins_later_fetches_from_who_still_loads_or_the_buffer(monkeypatch):
-    nodes = apart(3)
-    async with running(monkeypatch, nodes) as cluster, cluster.client() as client:
+@pytest.mark.parametrize("deltas", [True, False])
+async def test_engines_that_join_later_copy_from_engines_and_not_from_the_buffer(monkeypatch, deltas):
+    async with running(monkeypatch, apart(4)) as cluster, cluster.client(deltas=deltas) as client:
         await client.update_weights(1, tensors(1.0))
-        before = cluster.sent["buffer"]
-        nodes["e9"] = "n9"
-        await cluster.start("e9")
-        await eventually(lambda: "e9" in cluster.services["buffer"].weights.admitted)
-        assert cluster.sent["buffer"] == before + PARTS + 1
+        expected = await roll(client)
+        cluster.sent.clear()
+        await join(cluster, "e5", "e6", "e7", "e8")
+        assert sum(cluster.sent.values()) == 4 * (PARTS + 1)
+        assert cluster.sent["buffer"] == 0
+        assert max(cluster.sent.values()) <= 2 * (PARTS + 1)
         assert not cluster.copies()
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_an_engine_that_joins_needs_no_spool_and_a_version_that_is_no_more_live_no_disk(monkeypatch):
+    async with running(monkeypatch, apart(3)) as cluster, cluster.client() as client:
+        await client.update_weights(1, tensors(1.0))
+        await lose_the_spool(cluster)
+        await join(cluster, "e8", "e9")
+        assert cluster.sent["buffer"] == 0
+        digests = {cluster.services[name]._updater.live.digest for name in cluster.nodes}
+        assert digests == {TensorStream(tensors(1.0)).digest()}
+        kept = {name: cluster.services[name]._updater.fetcher._kept.folder for name in cluster.nodes}
+        await client.update_weights(2, tensors(2.0))
+        assert not [folder for folder in kept.values() if folder.exists()]
+        for name in cluster.nodes:
+            assert len(cluster.services[name]._peers._copies) == 1
+
+
+@virtual
+@pytest.mark.parametrize(
+    "what", ["dies", "hangs", "sends damaged parts", "sends other bytes", "has other bytes", "has none"]
+)
+@pytest.mark.parametrize("spool", ["there", "lost"])
+async def test_a_source_that_fails_costs_who_joins_only_time(monkeypatch, what, spool):
+    async with running(monkeypatch, apart(4)) as cluster, cluster.client() as client:
+        await client.update_weights(1, tensors(1.0))
+        if spool == "lost":
+            await lose_the_spool(cluster)
+        copies = [cluster.services[name]._updater.fetcher._kept for name in cluster.nodes]
+        if what == "has other bytes":
+            for copy in copies[:3]:  # the last one may be asked third, once these are avoided
+                with copy.file.open("r+b") as file:
+                    file.seek(-4, 2)
+                    file.write(b"\7\7\7\7")
+        elif what == "has none":
+            for name in ("e0", "e1", "e2"):
+                await cluster.services[name]._updater.fetcher._forget()
+        else:
+            fail(cluster, what)
+        began = asyncio.get_running_loop().time()
+        joining = asyncio.create_task(join(cluster, "e9"))
+        if what in ("dies", "hangs"):
+            name = await fail.broken.get()
+            if what == "dies":
+                await cluster.kill(name)
+            else:
+                asyncio.get_running_loop().freeze(name)
+        await joining
+        if what == "sends other bytes":  # who joins asks others at once
+            assert asyncio.get_running_loop().time() - began < RETRY_SECONDS
+        if what == "hangs":
+            asyncio.get_running_loop().thaw(name)
+        digest = TensorStream(tensors(1.0)).digest()
+        assert cluster.services["e9"]._updater.live.digest == digest
+        assert (cluster.sent["buffer"] > 0) <= (spool == "there")
+        assert not cluster.copies()
+        await roll(client)
+
+
+def fail(cluster, what):
+    """Have e0 and e1, which are asked first, fail in the middle of a copy."""
+    fail.broken = asyncio.Queue()
+    for name in ("e0", "e1"):
+        readers, reads = cluster.services[name]._peers.readers, 0
+
+        async def failing(reply, address, copy, offset, name=name, before=readers._read):
+            nonlocal reads
+            reads += 1
+            if reads <= PARTS // 2:
+                await before(reply, address, copy, offset)
+            elif what == "sends damaged parts":
+                part = await copy.part(offset, asyncio.Semaphore())
+                await reply(address, replace(part, checksum=part.checksum ^ 1))
+            elif what == "sends other bytes":
+                part = await copy.part(offset, asyncio.Semaphore())
+                part.data = part.data ^ 1
+                await reply(address, replace(part, checksum=checksum(part.data)))
+            else:
+                fail.broken.put_nowait(name)
+
+        readers._read = failing
+
+
+@virtual
+async def test_an_engine_that_dropped_its_values_loads_its_own_copy(monkeypatch):
+    async with running(monkeypatch, apart(2)) as cluster, cluster.client() as client:
+        await client.update_weights(1, tensors(1.0))
+        expected = await roll(client)
+        await lose_the_spool(cluster)
+        await client.sleep(level=2)
+        await client.wake()
+        await eventually(lambda: {"e0", "e1"} <= cluster.services["buffer"].weights.admitted)
+        assert not +cluster.sent
+        assert await roll(client) == expected
+        await join(cluster, "e9")
 
 
 @virtual
@@ -248,7 +363,7 @@ async def test_a_stream_that_is_no_more_is_not_awaited_from_a_holder_that_never_
 
         async def as_it_was(buffer):
             monkeypatch.setattr(holders.Buffer, "state", state)
-            buffer.size = 100
+            buffer.size, buffer.had = 100, 0
             return wire.SpoolState(name=buffer.name, size=100, have=0)
 
         monkeypatch.setattr(holders.Buffer, "state", as_it_was)

@@ -5,7 +5,7 @@ import pytest
 
 from seer.common import wire
 from seer.services.buffer.events import Left, Weights
-from seer.services.buffer.weights.fan_out import FanOut
+from seer.services.buffer.weights.fan_out import FAN_OUT, SPARE, FanOut
 from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 STREAM = "spool:v1"
@@ -79,11 +79,67 @@ def test_the_machine_says_it_with_each_order_and_forgets_it_in_the_end():
     ]
     out = [item for name in "abc" for item in machine.apply(orders.prepared(name, 1, "d1"), 1.0, idle=True)]
     assert [order.holders for order in orders.pick(out, wire.LoadWeights)] == [[], [], ["at a"]]
-    for name in "abc":
+    machine.apply(orders.loaded("a", 1, "no room"), 2.0, idle=True)
+    for name in "bc":
         machine.apply(orders.loaded(name, 1), 2.0, idle=True)
-    assert not machine._fan_out._orders
+    assert machine._fan_out._orders == {STREAM: ["b", "c"]}
     machine.apply(orders.update("t", 2, "spool:v2", "d2"), 3.0, idle=True)
-    machine.apply(orders.prepared("a", 2, "", "no room", 2), 3.0, idle=True)
+    machine.apply(orders.prepared("b", 2, "", "no room", 2), 3.0, idle=True)
+    assert machine._fan_out._orders == {STREAM: ["b", "c"]}
+    machine.apply(orders.update("t", 3, "/folder", "d3"), 4.0, idle=True)
+    for name in "bc":
+        machine.apply(orders.prepared(name, 3, "d3", call_id=3), 4.0, idle=True)
+    assert machine.live.version == 3
     assert not machine._fan_out._orders
+    assert not machine._fan_out._whole
     machine.apply(Left(["a", "b", "c"]), 4.0, idle=True)
     assert not machine._fan_out._places
+
+
+def test_who_joins_later_copies_from_engines_that_have_the_live_weights_also_of_a_restarted_buffer():
+    machine = WeightsMachine(seconds=10.0)
+    for name, digest in (("a", "d1"), ("b", "d1"), ("c", "d1"), ("d", "other")):
+        live = Weights(1, digest, STREAM)
+        joined = orders.joined(name, weights=live, node=f"n{name}", weights_endpoint=f"at {name}")
+        machine.apply(joined, 0.0, idle=True)
+    new = orders.joined("e", weights=Weights(0, "d0"), node="ne", weights_endpoint="at e")
+    (order,) = orders.pick(machine.apply(new, 1.0, idle=True), wire.LoadWeights)
+    assert order.holders[0] in ("at a", "at b")  # d has no copy, and is told to load, too
+    assert set(order.holders) <= {"at a", "at b", "at c"}
+
+
+def test_later_joiners_go_on_with_the_tree_and_may_ask_some_more():
+    plan, _ = tree(*"abcdefgh")
+    for name in "abcdefgh":
+        plan.has(name, STREAM)
+    first = []
+    for number in range(8):
+        plan.joined(f"j{number}", f"nj{number}", f"at j{number}")
+        holders = plan.holders(f"j{number}", STREAM)
+        first.append(holders[0])
+        assert len(set(holders)) == len(holders) <= wire.MAX_HOLDERS
+        assert sum(each[3:] in "abcdefgh" for each in holders) >= 1 + SPARE
+    assert max(map(first.count, first)) <= FAN_OUT
+    asked = set()
+    for _ in range(8):  # one that fails, and tries again
+        plan.ended("j7", STREAM)
+        asked |= {*plan.holders("j7", STREAM)}
+    assert {f"at {name}" for name in "abcdefgh"} <= asked
+    plan.ended("d", STREAM)
+    plan.left("e")
+    assert plan._whole == {STREAM: set("abcfgh")}
+    plan.keep({"spool:v2"})
+    assert (plan._orders, plan._whole) == ({}, {})
+
+
+def test_an_engine_alone_is_asked_by_all_who_join_however_many():
+    plan = FanOut()
+    plan.joined("a", "na", "at a")
+    plan.has("a", STREAM)
+    plan.has("nowhere", STREAM)
+    plan.joined("f", "nf", "at f")
+    plan.has("f", "/folder")
+    assert plan._orders == {STREAM: ["a"]}
+    for name in "bcde":
+        plan.joined(name, f"n{name}", f"at {name}")
+        assert "at a" in plan.holders(name, STREAM)

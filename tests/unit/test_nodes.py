@@ -236,7 +236,7 @@ async def test_a_node_without_the_folder_refuses_the_update_by_name(tmp_path, mo
     async with running(model) as (system, _, (other,)):
         real = other.service._fetcher.folder
 
-        async def elsewhere(source, holders=()):
+        async def elsewhere(source, holders=(), spare=()):
             return await real(source.replace("new", "gone"), holders)
 
         monkeypatch.setattr(other.service._fetcher, "folder", elsewhere)
@@ -254,7 +254,7 @@ async def test_files_that_change_on_one_node_alone_make_no_weights(tmp_path, mon
     theirs = folder(tmp_path / "theirs", 2.0)
     async with running(model) as (system, _, (other,)):
 
-        async def there(source, holders=()):
+        async def there(source, holders=(), spare=()):
             return theirs
 
         monkeypatch.setattr(other.service._fetcher, "folder", there)
@@ -279,7 +279,7 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
     model, new = folder(tmp_path / "model", 1.0, (900, 1000)), folder(tmp_path / "new", 2.0, (900, 1000))
     async with running(model) as (system, first, (other,)):
 
-        async def there(source, holders=()):
+        async def there(source, holders=(), spare=()):
             return new
 
         monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
@@ -332,7 +332,7 @@ async def test_a_node_that_never_ends_its_check_refuses_the_update(tmp_path, mon
     model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
     async with running(model) as (system, _, (other,)):
 
-        async def never(source, holders=()):
+        async def never(source, holders=(), spare=()):
             await asyncio.Event().wait()
 
         monkeypatch.setattr(other.service._fetcher, "folder", never)

@@ -201,6 +201,8 @@ class WeightsMachine(msgspec.Struct):
             self._go_live(reported, out)
             if self._update is not None and self._update.request.version <= reported.version:
                 self._fail({"": f"must be above the live one: {name} has version {reported.version}"}, out)
+        if self._is_live(reported):
+            self._fan_out.has(name, reported.source)
         self._pending[name] = Pending(None if event.dropped else reported)
         if event.dropped:
             self._dropped.add(name)
@@ -224,11 +226,11 @@ class WeightsMachine(msgspec.Struct):
         elif self.live is not None and not is_in_place(self.live.source):
             self.checked = self.live
         self.live = weights
+        self._fan_out.keep(self.sources)
         for name in sorted(self._admitted):
             out.append(Expel(name))
             self._pending[name] = Pending()
-        for name in self.quarantined:
-            self._pending[name] = Pending()
+        self._pending |= {name: Pending() for name in self.quarantined}
         self._admitted.clear()
         self.quarantined.clear()
 
@@ -303,7 +305,7 @@ class WeightsMachine(msgspec.Struct):
             return
         if (answer.version, answer.call_id) != (pending.sent.version, pending.call_id):
             return  # about previous weights: the live ones were sent since
-        self._fan_out.ended(name, pending.sent.source)
+        (self._fan_out.ended if answer.problem else self._fan_out.has)(name, pending.sent.source)
         if not answer.problem:
             self.live = pending.sent  # the same weights, at the source where this instance found them
             self._pending[name] = Pending(loaded=pending.sent)

@@ -3,8 +3,8 @@
 Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
 - weights without a source are the model that the engine was started with;
 - files that changed since they were checked are read again before they are loaded, on every node;
-- bytes that came from another engine, or of a delta, and have a wrong digest are fetched again, from the
-  buffer;
+- bytes that came from other engines, or of a delta, and have a wrong digest are fetched again: from the
+  buffer or, if it lacks them, from engines that sent none of them;
 - all nodes of an engine have weights of the same digest, or they are refused;
 - tensors that a delta leaves as they are were hashed, and found finite, when its base was checked: they are
   not read again.
@@ -140,26 +140,27 @@ class WeightChecker:
         if is_in_place(source) and not self._in_place:
             fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
             raise InvalidField("source", source, fix)
-        try:
-            folder = await self.folder(source, holders)
-            found = await self._read_stoppably(source, folder)
-        except InvalidField as error:
-            if not await self._fetcher.distrust():
-                raise
-            problem = str(error)
-        else:
-            if digest in ("", found.digest) or not await self._fetcher.distrust():
-                return found, folder
-            problem = f"they have digest {found.digest}, not {digest}"
-        get_logger().warning("weights from other engines, or of a delta, are fetched again", why=problem)
-        await self._fetcher.discard()
-        folder = await self.folder(source)
-        return await self._read_stoppably(source, folder), folder
+        first = holders
+        while True:  # each time without the engines that sent parts the time before
+            try:
+                folder = await self.folder(source, first, holders)
+                found = await self._read_stoppably(source, folder)
+            except InvalidField as error:
+                if not await self._fetcher.distrust():
+                    raise
+                problem = str(error)
+            else:
+                if digest in ("", found.digest) or not await self._fetcher.distrust():
+                    return found, folder
+                problem = f"they have digest {found.digest}, not {digest}"
+            get_logger().warning("weights from other engines, or of a delta, are fetched again", why=problem)
+            await self._fetcher.discard()
+            first = ()
 
-    async def folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+    async def folder(self, source: str, holders: Sequence[str] = (), spare: Sequence[str] = ()) -> Path:
         """See `WeightFetcher.folder`; without a source: the model that the engine was started with."""
         if source:
-            return await self._fetcher.folder(source, holders)
+            return await self._fetcher.folder(source, holders, spare or holders)
         if self.model is None:
             fix = "this engine was started without a model folder: set shared.model, or update its weights"
             raise InvalidField("source", source, fix)

@@ -5,10 +5,11 @@ A source's scheme, as in `spool:v7`, says how a stream is fetched; without a sch
 Invariants:
 - the buffer's own spool folder is used if this machine sees it (it holds the token that the buffer named);
   otherwise the stream is copied, part by part, each with a checksum: from the holders that the buffer names,
-  one after the other, and what they did not give from the buffer;
-- a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
-  another source. If deltas to its stream may follow, it is kept until other weights are loaded, and the next
-  copy is made from it and a delta; if there is no room for both, or that fails, the next one is whole;
+  one after the other, and what they did not give from the buffer. Holders suffice if the buffer lacks it;
+- a copy is deleted once it is no longer needed, also when copying failed, and is never used for another
+  source. Once loaded, it is kept if deltas to its stream may follow, or if other engines can copy it, until
+  other weights are loaded. The next copy is made from it and a delta; if there is no room for both, or that
+  fails, the next one is whole;
 - a stream is not copied if its size shows that it is not this model, an adapter of it or a plan, or if it
   does not fit on the disk;
 - a folder lies in `engine.weights_root` if that is set, once links are resolved;
@@ -33,7 +34,7 @@ from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
 from seer.services.engine.weights.delta_source import DeltaSource
-from seer.services.engine.weights.holders import GONE, Buffer, Copy, Holder, Peers
+from seer.services.engine.weights.holders import Buffer, Copy, Holder, Peers
 from seer.services.engine.weights.manifest import resolve_beneath
 from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
@@ -101,13 +102,11 @@ class WeightFetcher:
         return bool(senders) or made
 
     async def loaded(self) -> None:
-        """Keep the present copy if deltas to it may follow, in place of the one kept before."""
+        """Keep the present copy if deltas to it may follow, or peers take it, in place of the one before."""
         await self._forget()
-        if self._keep and self._copied.startswith(wire.SPOOL_SCHEME) and (copy := self._copy) is not None:
-            self._kept, self._copy, self._copied = copy, None, ""
-            if self._peers is not None:
-                self._peers.withdraw(copy)
-            copy.end(GONE)
+        of_use = self._keep or (self._peers is not None and self._peers.serving)
+        if of_use and self._copied.startswith(wire.SPOOL_SCHEME):
+            self._kept, self._copy, self._copied = self._copy, None, ""
 
     async def close(self) -> None:
         """Delete all copies."""
@@ -116,18 +115,24 @@ class WeightFetcher:
 
     async def _forget(self) -> None:
         kept, self._kept = self._kept, None
-        if kept is not None:
-            await kept.delete()
+        await self._delete(kept)
+
+    async def _delete(self, copy: Copy | None) -> None:
+        if copy is not None:
+            if self._peers is not None:
+                self._peers.withdraw(copy)
+            await copy.delete()
 
     def arrived(self, message: Answer) -> None:
         """Take an answer of the buffer; late and unexpected ones are dropped."""
         for buffer in self._buffers:
             buffer.arrived(message)
 
-    async def folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+    async def folder(self, source: str, holders: Sequence[str] = (), spare: Sequence[str] = ()) -> Path:
         """Return the folder with these weights once all of them are there. Raises `InvalidField`.
 
-        `holders`: endpoints of engines to copy a stream from before the buffer is asked.
+        `holders`: endpoints of engines to copy a stream from before the buffer is asked; `spare`: those to
+        copy it from if the buffer lacks it.
         """
         self._whole = not (is_adapter(source) or is_in_place(source))
         source = inner_source(source)
@@ -139,9 +144,13 @@ class WeightFetcher:
         if source == self._copied and self._copy is not None:
             return self._copy.folder
         name = source.removeprefix(scheme)
+        if self._kept is not None and (scheme, name) == (wire.SPOOL_SCHEME, self._kept.name):
+            await self.discard()  # its values were dropped, or a load failed
+            self._copy, self._copied, self._kept = self._kept, source, None
+            return self._copy.folder
         try:
             if scheme == wire.SPOOL_SCHEME:
-                return await self._from_the_spool(name, holders)
+                return await self._from_the_spool(name, holders, spare)
             return await self._copy_from(SOURCES[scheme](name), name, source)
         except (OSError, ValueError) as error:
             raise InvalidField("source", source, str(error)) from error
@@ -152,10 +161,7 @@ class WeightFetcher:
         copies = self._copy, delta.copy if delta is not None else None
         self._copy, self._copied = None, ""
         for copy in copies:
-            if copy is not None:
-                if self._peers is not None:
-                    self._peers.withdraw(copy)
-                await copy.delete()
+            await self._delete(copy)
 
     def _check_size(self, size: int) -> None:
         """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
@@ -168,13 +174,21 @@ class WeightFetcher:
             fix = "send tensors of the names and types that shared.model has, quantized if they are there"
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}; {fix}")
 
-    async def _from_the_spool(self, name: str, endpoints: Sequence[str]) -> Path:
+    async def _from_the_spool(self, name: str, endpoints: Sequence[str], spare: Sequence[str]) -> Path:
         buffer = Buffer(name, self._send)
         self._buffers = [buffer]
         try:
-            folder = await buffer.whole_here(self._check_size)
+            try:
+                folder = await buffer.whole_here(self._check_size)
+            except ValueError:
+                buffer.size = await self._peers.whole_size(name, spare) if self._peers is not None else 0
+                if not buffer.size:
+                    raise
+                folder, endpoints = None, spare
             self._keep = buffer.keep
             if folder is not None:
+                if self._peers is not None:
+                    self._peers.decline(name)
                 delta = folder.with_name(name + DELTA) / FILE
                 self._delta_file = delta if buffer.base else None
                 return folder

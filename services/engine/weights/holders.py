@@ -26,7 +26,7 @@ import msgspec
 from seer.common import wire
 from seer.common.blobs import Answer, Asked, Blob, EndedForAll, Question, Readers
 from seer.common.clock import Clock
-from seer.common.errors import ConfigError, Unreachable
+from seer.common.errors import ConfigError, SeerError, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
@@ -131,6 +131,11 @@ class Peers:
         """Whether a holder has this one's own address, so its files are likely to be here."""
         return _host(endpoint) == self._host
 
+    @property
+    def serving(self) -> bool:
+        """Whether other engines can copy from this one."""
+        return self._hub is not None
+
     async def run(self) -> None:
         """Answer questions until cancelled."""
         hub = self._hub
@@ -157,6 +162,24 @@ class Peers:
     def connect(self, endpoint: str) -> Channel[wire.EngineToHolder, wire.HolderToEngine]:
         """Return a connection that is not open yet."""
         return Channel(self._transport, endpoint, self._me, wire.HolderToEngine, self.clock)
+
+    async def whole_size(self, name: str, holders: Sequence[str]) -> int:
+        """Return the bytes of a stream by the first holder that has all of it; 0: none has."""
+        for endpoint in self.usable(holders):
+            connection = self.connect(endpoint)
+            try:
+                await connection.open(HOLDER_SECONDS)
+                async with asyncio.timeout(HOLDER_SECONDS):
+                    await connection.send(wire.OpenSpool(name=name))
+                    while not isinstance(state := await connection.recv(), wire.SpoolState):
+                        pass
+                if 0 < state.size == state.have:
+                    return state.size
+            except (SeerError, TimeoutError) as error:
+                get_logger().info("an engine does not say what it has", engine=endpoint, why=str(error))
+            finally:
+                connection.close()
+        return 0
 
     def avoid(self, endpoint: str) -> None:
         """Leave a holder alone for a while."""
@@ -282,7 +305,8 @@ class Holder(Asked):
             try:
                 there = (await self._buffer.state()).have
             except ValueError as error:
-                raise EndedForAll(str(error)) from error
+                lost = self._buffer.had is None  # others have it all
+                raise (ValueError if lost else EndedForAll)(str(error)) from error
             if there > max(got, had or 0):
                 raise ValueError(f"got no further for {self._patience.still * HOLDER_SECONDS:g} s")
         await self.ask(wire.OpenSpool(name=self.name))
