@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from gateway_system import MODEL, TEMPLATE  # noqa: E402
+from gateway_system import MODEL, REPLAY, TEMPLATE  # noqa: E402
 from up import Up  # noqa: E402
 
 
@@ -26,10 +26,13 @@ def main() -> int:
         shutil.copytree(MODEL, model)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         up = Up(model, 1, "engine.max_model_len=200", "engine.kv_blocks=400")
+        experts = Up(model, 1, *REPLAY, "engine.routed_experts=true")  # the shipped model has none
         try:
             up.wait()
+            experts.wait()
             told = {
                 "SEER_ENDPOINT": up.endpoint,
+                "SEER_EXPERTS_ENDPOINT": experts.endpoint,
                 "SEER_MODEL": str(model),
                 "PYTHONPATH": str(HERE.parents[1] / "src"),
             }
@@ -39,6 +42,7 @@ def main() -> int:
             ).returncode
         finally:
             up.stop()
+            experts.stop()
 
 
 if __name__ == "__main__":

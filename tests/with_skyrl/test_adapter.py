@@ -134,7 +134,8 @@ async def test_first_turns_are_whole_groups(client, tokenizer, batched):
 
 
 async def test_experts_of_all_tokens_but_the_last_are_returned_to_who_asks(tokenizer):
-    asking = SeerInferenceClient(ENDPOINT, tokenizer, MODEL, SEED, routed_experts=True)
+    endpoint = os.environ["SEER_EXPERTS_ENDPOINT"]
+    asking = SeerInferenceClient(endpoint, tokenizer, MODEL, SEED, routed_experts=True)
     cfg = config("generator.inference_engine.enable_return_routed_experts=true")
     got = await generator(cfg, asking, tokenizer).generate(batch(cfg, "one"), disable_tqdm=True)
     for prompt, response, experts in zip(

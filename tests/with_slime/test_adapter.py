@@ -127,7 +127,7 @@ def test_groups_of_the_data_source_are_filled(args):
 
 def test_experts_of_all_tokens_but_the_last_are_returned_to_who_asks(args):
     assert all(sample.rollout_routed_experts is None for group in rolled(args).samples for sample in group)
-    args.use_rollout_routing_replay = True
+    args.use_rollout_routing_replay, args.seer_endpoint = True, os.environ["SEER_EXPERTS_ENDPOINT"]
     for sample in chain(*rolled(args).samples):
         assert sample.rollout_routed_experts.dtype == np.int32
         assert np.array_equal(sample.rollout_routed_experts, made_up_routes(sample.tokens[:-1]))
