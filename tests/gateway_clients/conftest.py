@@ -17,6 +17,12 @@ def data() -> str:
 
 
 @pytest.fixture
+def experts() -> str:
+    """URL for generation alone by a model with experts."""
+    return os.environ["GATEWAY_EXPERTS"]
+
+
+@pytest.fixture
 def tools() -> str:
     """URL of a gateway whose model calls `look_up` three times: `scripted.py`."""
     return os.environ["GATEWAY_TOOLS"]

@@ -15,18 +15,22 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from gateway_clients.scripted import scripted  # noqa: E402
-from gateway_system import GatewaySystem  # noqa: E402
+from gateway_system import REPLAY, GatewaySystem  # noqa: E402
 
 ENGINE = ("engine.backend=vllm", "engine.kv_blocks=256", "engine.max_model_len=1024")
+EXPERTS = (*REPLAY, "engine.routed_experts=true")
+"""The shipped model has none."""
 
 
 def main() -> int:
     """Return 0 if both environments' tests pass."""
-    with GatewaySystem(*ENGINE) as system, scripted() as tools:
-        for name in ("buffer", "context", "dgds", "engine-0"):
-            system.start(name)
-        system.start_gateways({"gateway": ("gateway.tool_parser=hermes",)})
+    with GatewaySystem(*ENGINE) as system, GatewaySystem(*EXPERTS) as experts, scripted() as tools:
+        for each in (system, experts):
+            for name in ("buffer", "context", "dgds", "engine-0"):
+                each.start(name)
+            each.start_gateways({"gateway": ("gateway.tool_parser=hermes",)})
         told = {f"GATEWAY_{name.upper()}": url for name, url in system.urls["gateway"].items()}
+        told["GATEWAY_EXPERTS"] = experts.urls["gateway"]["data"]
         environ = os.environ | told | {"GATEWAY_MODEL": str(system.model), "GATEWAY_TOOLS": tools}
         failed = []
         for python in (sys.executable, *sys.argv[1:]):

@@ -32,8 +32,8 @@ async def test_generate(client):
     assert await client.detokenize(got["response_ids"]) == got["responses"]
 
 
-async def test_routed_experts(client):
-    client.enable_return_routed_experts = True
+async def test_routed_experts(client, experts):
+    client.enable_return_routed_experts, client.proxy_url = True, experts
     got = await client.generate({"prompt_token_ids": [[4, 5]], "sampling_params": {"max_tokens": 6}})
     [experts] = got["rollout_expert_indices"]
     assert len(experts) == 1 + len(got["response_ids"][0])
