@@ -225,14 +225,16 @@ class EngineConfig(Section, frozen=True):
     leader: str = ""
     """Where they meet, an address of the leader: `tcp://host:port`."""
     kv_blocks: Count | None = None
-    """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
+    """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget. Of each
+    data-parallel rank."""
     kv_cache_gib: Gibibytes | None = None
-    """KV memory budget on CPU; default: a share of free memory."""
+    """KV memory of each rank on CPUs; default: a share of free memory."""
     gpu_memory_utilization: Annotated[float, Within(0.001, 1.0)] | None = None
     """Share of a GPU's memory for the engine; default: 0.9, or what others leave free on the device, divided
     among the engines that share it."""
     max_num_seqs: Count | None = None
-    """Most requests that run at once; default: 64 on CPUs, 1,024 on GPUs of 70 GiB, 256 on others."""
+    """Most requests that run at once; default: 64 on CPUs, 1,024 on GPUs of 70 GiB, 256 on others. On each
+    data-parallel rank."""
     max_num_batched_tokens: Count | None = None
     """Most tokens of a step; default: 16,384 on GPUs of 70 GiB, 8,192 on others, vLLM's own on CPUs."""
     max_model_len: Tokens | None = None

@@ -9,7 +9,8 @@ from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.errors import EngineBroken, InvalidField
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import InstanceStats
-from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.backend import Backend, Chunk, StepOutput
+from seer.services.engine.rank_process import MakeRank
 from seer.services.engine.replay.backend import ReplayBackend
 
 BLOCKS = 40
@@ -67,6 +68,14 @@ class FaultyRank(ReplayBackend):
 
     def stats(self) -> InstanceStats:
         return InstanceStats(steps=self._taken, running=self._rank + 1, generated_tokens=10)
+
+
+def patient(make: MakeRank, rank: int, port: int) -> Backend:
+    """Make a rank of vLLM's, for which a call into the pool is no miss for being slow beside others."""
+    from seer.services.engine.vllm.kv_pool import unreachable_store
+
+    unreachable_store.CALL_SECONDS = 20.0
+    return make(rank, port)
 
 
 def make(faulty: int, fault: str, at: int, log: Path, rank: int, port: int) -> FaultyRank:

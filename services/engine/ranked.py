@@ -123,8 +123,8 @@ class RankedBackend:
         blocks = self._capacity.blocks_for(len(chunk.tokens), chunk.max_new_tokens)
         rank = self._placement.place(chunk.request_id, blocks)
         self._runs[chunk.request_id, chunk.attempt] = rank, blocks
+        self.lockstep.work(rank)  # first: a rank that has ended meanwhile fails the next step
         self._tell(rank, Add(chunk))
-        self.lockstep.work(rank)
 
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Backend.drop`."""

@@ -2,13 +2,17 @@
 
 Invariants:
 - tokens, logprobs and experts of a response are those of an engine without ranks, before and after an update and a
-  sleep, with drafts and without;
-- ranks without a request run dummies; a rank that is killed ends the engine.
+  sleep, with drafts and without, and where its KV came from another rank or engine by the KV pool;
+- ranks without a request run dummies; a rank that is killed ends the engine, and leaves the pool to others.
 """
 
+import asyncio
+import functools
 import importlib.util
 import os
 import signal
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +25,15 @@ if importlib.util.find_spec("vllm") is None:
 import numpy as np
 import torch
 from engine_cases import Response, chunk, engine_of, run
+from msgspec import structs
+from pool_alone import pool_alone
+from rank_backends import patient
 from shared_engines import MODEL
 from tiny_families import tiny
 
 from seer.common.config import Config, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.pool_metrics import ask_master
 from seer.common.process.scratch import private_temporary_folder
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
@@ -70,17 +78,21 @@ SETTINGS = {"max_num_seqs": 8, "max_model_len": 160, "kv_blocks": 40, "routed_ex
 
 
 @contextmanager
-def ranks(model: Path, source: str = "off") -> Iterator[RankedBackend]:
+def ranks(
+    model: Path, source: str = "off", pool: PoolConfig | None = None, digest: str = ""
+) -> Iterator[RankedBackend]:
     vllm = VllmSettings(data_parallel_size=2, enable_expert_parallel=True)
     backend = ranked_backend(
         Config(
             engine=EngineConfig(**SETTINGS, vllm=vllm), shared=SharedConfig(model=str(model)),
-            drafts=DraftsConfig(source=source, max_draft=4), pool=PoolConfig(kind="none"),
+            drafts=DraftsConfig(source=source, max_draft=4), pool=pool or PoolConfig(kind="none"),
         )
     )  # fmt: skip
+    backend._make = functools.partial(patient, backend._make)
     with private_temporary_folder():  # as an engine's process has it
         try:
             backend.start()
+            backend.bind_weights(digest)
             yield backend
         finally:
             backend.close()
@@ -100,7 +112,7 @@ def assert_same(found: dict[str, Response], expected: dict[str, Response]) -> No
         assert len(ours.tokens) == length
         assert ours.tokens == theirs.tokens
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        assert np.array_equal(ours.ends[0].routes, theirs.ends[0].routes)
+        assert np.array_equal(np.concatenate([end.routes for end in ours.ends]), theirs.ends[0].routes)
 
 
 def test_ranks_have_the_tokens_of_one_engine_until_one_is_killed(models, expected):
@@ -129,3 +141,70 @@ def test_ranks_that_draft_have_them_too(models, expected, source):
         assert_same(run(backend, chunks()), expected[0])
         stats = backend.stats()
         assert stats.drafted_tokens > stats.accepted_tokens or source == "grouped"
+
+
+BLOCK, SIZE = 32, 16
+"""Tokens of a KV block, and of a chunk."""
+
+
+def advance(backend: RankedBackend, done: dict[str, Response], rounds: int, pool: PoolConfig) -> None:
+    """Run the responses' next chunks, each on the rank that has not the KV of the one before."""
+    for _ in range(rounds):
+        parts = []
+        for one in chunks():
+            before = done[one.request_id]
+            if not before.ends or not before.ends[-1].finish:
+                routed = sum(len(each.routes) for each in before.ends)
+                parts.append(
+                    structs.replace(
+                        one, attempt=len(before.ends), tokens=one.tokens + before.tokens, max_new_tokens=SIZE,
+                        routes_from=routed,
+                    )
+                )  # fmt: skip
+        homes = backend._placement._homes
+        homes |= {name: 1 - rank for name, rank in homes.items()}
+        for name, part in run(backend, parts).items():
+            done[name].tokens += part.tokens
+            done[name].logprobs += part.logprobs
+            done[name].ends += part.ends
+        until_saved(done, pool)
+
+
+def until_saved(done: dict[str, Response], pool: PoolConfig) -> None:
+    """Wait until the pool has all blocks of chunks that went on."""
+    blocks = 0
+    for one, length in zip(chunks(), LENGTHS, strict=True):
+        went_on = min(len(done[one.request_id].tokens), (length - 1) // SIZE * SIZE)
+        blocks += (len(one.tokens) + went_on - 1) // BLOCK
+    deadline = time.monotonic() + 60
+    while len(asyncio.run(ask_master(pool.metrics, "/get_all_keys")).split()) < blocks:
+        assert time.monotonic() < deadline, "blocks do not come into the pool"
+        time.sleep(0.05)
+
+
+def test_ranks_and_engines_find_each_other_s_kv_in_the_pool_with_its_experts(models, expected):
+    pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
+    done: dict[str, Response] = defaultdict(Response)
+    with pool_alone(MODEL) as pool:
+        with ranks(models[0], pool=pool, digest="old") as backend:
+            advance(backend, done, 2, pool)
+            assert backend.stats().pool_tokens == 2 * BLOCK, "of two responses, a block each"
+            backend.add(structs.replace(chunks()[2], attempt=9))
+            backend.step()
+            os.kill(backend._processes[1].pid, signal.SIGKILL)
+            with pytest.raises(EngineError):
+                while backend.has_work():
+                    backend.step()
+        with ranks(models[0], "random", pool, "old") as backend:
+            advance(backend, done, 2, pool)
+            assert backend.stats().pool_tokens == 2 * BLOCK + 2 * BLOCK
+            assert_same(done, expected[0])
+            backend.load_weights(models[1], "new")
+            (end,) = run(
+                backend, [structs.replace(chunks()[2], tokens=chunks()[2].tokens + done["r2"].tokens[:40])]
+            )["r2"].ends
+            assert end.cached_tokens == 0
+            assert_same(run(backend, chunks(10)), expected[1])
+            stats = backend.stats()
+            assert (stats.pool_tokens, stats.pinned_blocks, stats.free_blocks) == (4 * BLOCK, 0, 80)
+            assert (stats.pool_failures, stats.pool_corrupt, stats.preemptions) == (0, 0, 0)

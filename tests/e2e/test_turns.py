@@ -24,13 +24,12 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
+from pool_alone import pool_alone
 from tokenizers import Tokenizer
 from turn_engines import EngineProcess
 
-from seer.client.loop_thread import LoopThread
-from seer.common.config import PoolConfig, load
+from seer.common.config import PoolConfig
 from seer.common.types import SamplingParams
-from seer.local.system import LocalSystem
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -193,23 +192,15 @@ def right_drafts(known: Sequence[Trajectory]) -> DraftScript:
 
 @contextlib.contextmanager
 def engines_with_pool(profiles: Path, *, ahead: bool = False) -> Iterator[Engines]:
-    settings = {
-        "shared.model": MODEL, "engine.backend": "replay", "pool.kind": "mooncake", "pool.pull_tokens": 0,
-        "pool.dram_gib": 0.25, "pool.lease_seconds": 1,
-    }  # fmt: skip
-    thread = LoopThread().start()
-    system = LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), 1)
-    thread.call(system.__aenter__())  # for its pool alone
-    started = Engines(system.config.pool, profiles, ahead)
-    try:
-        for engine in started.each:
-            engine.ready()
-        yield started
-    finally:
-        for engine in started.each:
-            engine.close()
-        thread.call(system.__aexit__(None, None, None))
-        thread.stop()
+    with pool_alone(MODEL) as pool:
+        started = Engines(pool, profiles, ahead)
+        try:
+            for engine in started.each:
+                engine.ready()
+            yield started
+        finally:
+            for engine in started.each:
+                engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,17 @@ def test_a_rank_that_ends_ends_the_engine_and_all_ranks(engines, tmp_path, fault
     assert all(gone(tmp_path, rank) for rank in range(RANKS))
 
 
+def test_a_rank_that_ended_while_there_was_no_work_ends_the_engine_with_the_next_chunk(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    engine._processes[0].kill()
+    engine._processes[0].join()
+    with pytest.raises(EngineBroken, match="rank 0"):
+        engine.add(chunk("one"))
+    with pytest.raises(EngineBroken, match="rank 0"):
+        run(engine)
+
+
 def test_a_rank_that_stands_still_is_named_and_killed(engines, tmp_path):
     engine = engines(tmp_path, 2, "hangs", 3, step_seconds=1.5)
     engine.start()

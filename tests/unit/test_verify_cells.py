@@ -28,9 +28,9 @@ from seer.verify.parameters import every_parameter
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 GPUS = ["synchronous"]
-DENSE = ["dp-2"]
+DENSE = ["dp-2", "pool-dp-2"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
-POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
+POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "pool-dp-2", "drafts"]
 DRAFTS = [
     "drafts",
     "drafts-right",
@@ -88,7 +88,7 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
 )
 def test_data_parallel_ranks_are_of_mixtures(tmp_path: Path, engine: dict, machine: Hardware, why: str):
     base = config(tmp_path, **engine)
-    assert "no experts" in choose("", config(tmp_path), HERE)[1]["dp-2"]
+    assert "start more engines" in choose("", config(tmp_path), HERE)[1]["dp-2"]
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "n_routed_experts": 8}))
     cells, skipped = choose("", base, machine)
     assert why in skipped.get("dp-2", "")
@@ -97,6 +97,10 @@ def test_data_parallel_ranks_are_of_mixtures(tmp_path: Path, engine: dict, machi
     assert (made.data_parallel_size, made.enable_expert_parallel) == (2, True)
     unmet = CELLS["dp-2"].unmet({"data_parallel": 2, "dummy_steps": 0, "chunks": 3, "responses": 1})
     assert unmet == ["dummy_steps > 0 (was 0)"]
+    pooled = CELLS["pool-dp-2"].config(config(tmp_path), [320] * 64)
+    assert (pooled.pool.kind, pooled.engine.vllm) == ("mooncake", made)
+    whole = CELLS["pool-tp-2"].config(config(tmp_path), [320] * 64).engine
+    assert 2 * pooled.engine.kv_blocks == whole.kv_blocks, "each rank has half"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     cells, skipped = choose("", base, HERE)
     others = (
         {"tp-2", "sampling", "structured", *GPUS, *DRAFTS} - set(POOLS) if backend == "replay" else set(GPUS)
-    ) | set(DENSE)
+    ) | set(DENSE) - set(POOLS)
     assert [name for name in skipped if name not in others] == POOLS
     assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)

@@ -261,7 +261,8 @@ class VllmBackend:
             self._report(output, result)
         self._report_acceptance(result)
         grammars = (run.chunk.sampling.structured_outputs for run in self._runs.values())
-        if not outputs and (self._sharing is not None or any(grammars)):
+        # A rank that ran a dummy beside others has no such work, and would have them wait.
+        if not outputs and (any(grammars) or (self._sharing is not None and self.has_work())):
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
         ended = time.perf_counter()

@@ -22,8 +22,9 @@ import msgspec
 from msgspec.structs import replace
 
 from seer.common.config import Config, PoolConfig
+from seer.common.data_parallel import refusals
 from seer.common.errors import InvalidField
-from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS, engine_defaults, has_experts
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS, engine_defaults
 from seer.common.types import Capacity
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
@@ -99,7 +100,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             vllm = replace(engine.vllm, data_parallel_size=self.data_parallel, enable_expert_parallel=True)
             engine = replace(engine, vllm=vllm)
         if self.scarce:
-            engine = replace(engine, kv_blocks=scarce_blocks(base, lengths))
+            engine = replace(engine, kv_blocks=scarce_blocks(base, lengths, self.data_parallel))
         buffer = replace(base.buffer, **self.buffer)
         drafts = replace(base.drafts, source=self.drafts)
         dgds = replace(base.dgds, remember_tokens=MEMORY_TOKENS if self.again else 0)
@@ -211,6 +212,11 @@ CELLS = _matrix(
         needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
     ),
     Cell(
+        name="pool-dp-2", about="two data-parallel ranks, a quarter of the KV memory, and a pool",
+        scarce=True, pool=True, data_parallel=2, buffer={"policy": "seer", "chunk_size": 32},
+        needs=(("data_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+    ),
+    Cell(
         name="drafts",
         about="drafts from siblings, every chunk on another engine, a quarter of the KV memory, a pool",
         instances=2, scarce=True, pool=True, drafts="grouped", buffer={"policy": "migrate", "chunk_size": 32},
@@ -294,9 +300,10 @@ def sequences(base: Config) -> int:
     return base.engine.max_num_seqs or CPU_MAX_NUM_SEQS
 
 
-def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
+def scarce_blocks(base: Config, lengths: Sequence[int], ranks: int = 1) -> int:
     """Return KV blocks for one longest sequence, or a `SCARCITY` of the first to run if that is more.
 
+    Each of several data-parallel `ranks` has its part of that.
     vLLM admits a sequence when its prompt fits, so memory for a share of all makes it preempt; with
     still less it would do little else. `lengths` count prompt and response.
     """
@@ -307,7 +314,7 @@ def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
         max_model_len=base.engine.max_model_len or max(lengths, default=0),
     )
     at_once = sum(capacity.blocks_for(length, 0) for length in lengths[: capacity.max_num_seqs])
-    return max(capacity.blocks_for(capacity.max_model_len, 0), int(at_once * SCARCITY))
+    return max(capacity.blocks_for(capacity.max_model_len, 0), int(at_once * SCARCITY / ranks))
 
 
 def scarce_pool_bytes(base: Config) -> int:
@@ -399,10 +406,9 @@ def _no_data_parallelism(ranks: int, config: Config, machine: Hardware) -> str:
         return f"the {config.engine.backend} backend has no data parallelism"
     if max(config.engine.vllm.data_parallel_size, config.engine.tensor_parallel) > 1:
         return "the reference has ranks itself"
-    if config.engine.in_place_updates:
-        return "engine.in_place_updates = true, which do not reach data-parallel ranks"
-    if not has_experts(_described(config)):
-        return "the model has no experts, which data-parallel ranks share"
+    engine = replace(config.engine, vllm=replace(config.engine.vllm, data_parallel_size=ranks))
+    for what, now, _, why in refusals(engine, _described(config)):
+        return f"{what} = {now}: {why}"
     units = machine.devices or machine.cores
     if len(units) < ranks:
         return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"

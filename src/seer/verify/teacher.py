@@ -24,6 +24,7 @@ from seer.client.image_uploads import Placed
 from seer.client.results import Group, Response
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
+from seer.common.data_parallel import one_rank
 from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import PlacedImage
@@ -154,7 +155,7 @@ def in_process(config: Config) -> Iterator[VllmBackend]:
     """Have an engine of this configuration in this process."""
     from seer.services.engine.vllm.backend import VllmBackend
 
-    (plan,) = plan_engines(config.engine, 1)
+    (plan,) = plan_engines(one_rank(config.engine), 1)
     os.environ.update(plan.environ)
     backend = VllmBackend(plan.config, config.shared)
     backend.start()
