@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tiny_families import tiny
 
 from seer.common.config import dump, load
 from seer.doctor.checkup import CHECKS
@@ -113,6 +114,21 @@ def test_the_whole_doctor_on_this_machine(tmp_path):
     assert cells[1] in ("drafts", "drafts-random")
     keys = {f"{each['section']}.{each['key']}" for each in report["verdict"]["settings"]}
     assert {"engine.max_num_seqs", "shared.block_size", "drafts.source"} <= keys
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_data_parallel_ranks_start_and_what_looks_into_one_process_is_left_out(tmp_path):
+    model = tmp_path / "model"
+    tiny("qwen3-moe").save_pretrained(model)
+    shutil.copy(MODEL / "tokenizer.json", model)
+    ranks = "--model", str(model), "--set=engine.vllm.data_parallel_size=2", "--set=engine.max_model_len=256"
+    done, lines, _ = doctor(tmp_path, "--only", ENGINE + ",pool", *ranks)
+    assert (done.returncode, of(lines, "fail")) == (0, []), done.stdout + done.stderr
+    assert "2 data-parallel ranks start, and give the same tokens twice" in dict(of(lines, "pass"))["start"]
+    assert {check for check, _ in of(lines, "skip")} == {"largest-batch", "step-table", "sleep", "pool"}
+    done, lines, _ = doctor(tmp_path, "--only", "start", *ranks, "--set=engine.tensor_parallel=2")
+    assert "engine.tensor_parallel = 2: " in dict(of(lines, "fail"))["start"]
 
 
 @pytest.mark.breadth

@@ -16,7 +16,7 @@ from seer.common.process.memory_bounds import buffer_bounds, dgds_bounds
 from seer.common.process.memory_limit import bounds
 from seer.config_check.advice import advice
 from seer.config_check.facts import Facts, held
-from seer.config_check.settings import LEFT_OPEN, VLLMS, rows
+from seer.config_check.settings import LEFT_OPEN, VLLMS, rank_text, rows
 
 GIB = 2**30
 LARGE = Device(name="0", total_bytes=80 * GIB, free_bytes=80 * GIB)
@@ -141,6 +141,72 @@ def test_room_for_two_versions_of_the_weights_with_all_else_that_the_buffer_writ
     assert not asked(small, *kubernetes, "engine.tensor_parallel=4")
     on_cpus = asked(cluster(2, devices=(), weight_bytes=40 * GIB), "engine.kv_cache_gib=10")
     assert on_cpus["memory of an engine"].wanted == "94 GiB"
+
+
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64}
+
+
+@pytest.mark.parametrize(
+    ("sets", "model", "what", "wanted"),
+    [
+        (["engine.tensor_parallel=2"], MIXTURE, "engine.tensor_parallel", "1"),
+        (["engine.nodes=2"], MIXTURE, "engine.nodes", "1"),
+        (["engine.in_place_updates=true"], MIXTURE, "engine.in_place_updates", "false"),
+        (["engine.cpu_cores=0|1|2"], MIXTURE, "engine.cpu_cores", "8 parts, as 0-3|4-7"),
+        ([], {"architectures": ["Qwen3ForCausalLM"]}, "engine.vllm.data_parallel_size", "1"),
+    ],
+)
+def test_what_data_parallel_ranks_refuse_is_advice(sets, model, what, wanted):
+    ranks = ["engine.vllm.data_parallel_size=8"]
+    facts = cluster(1, model=model, weight_bytes=0)
+    assert asked(facts, *ranks, *sets)[what].wanted == wanted
+    assert not asked(facts, *sets), "without data-parallel ranks none of it is refused"
+    assert not asked(cluster(1, model=MIXTURE, weight_bytes=0), *ranks)
+    assert not asked(facts, "engine.backend=replay", *ranks, *sets)
+
+
+def test_each_data_parallel_rank_has_what_is_no_expert_s_whole():
+    sizes = {"weight_bytes": 500 * GIB, "memory": {}, "room_bytes": 2000 * GIB}
+    mixture = cluster(1, model=MIXTURE, expert_bytes=480 * GIB, **sizes)
+    ranks = "engine.vllm.data_parallel_size={}".format
+    found = asked(mixture, ranks(8))["engine.vllm.data_parallel_size"]
+    assert (found.now, found.wanted) == ("8", "16")
+    assert "each data-parallel rank has 20 GiB of them whole" in found.why
+    assert not asked(mixture, ranks(16), f"buffer.unfinished_bytes={2 * GIB}")
+    config, _ = load_with_sources(None, overrides=[ranks(16)])
+    assert rank_text(config, mixture) == (
+        "each of an engine's 16 data-parallel ranks: weights of 50 GiB (20 GiB as every other, and its part of the "
+        "experts), KV in what 90% of a GPU leaves: 22 GiB, 1_024 requests at once, 128 MiB between KV and the pool"
+    )
+    assert mixture.running(config) == 16 * 1024
+    large = cluster(1, model=MIXTURE, expert_bytes=400 * GIB, **sizes)
+    assert asked(large, ranks(16))["memory of a GPU"].wanted == "more than 148 GiB"
+
+
+def test_on_cpus_ranks_take_memory_and_cores_each():
+    facts = cluster(
+        2,
+        devices=(),
+        model=MIXTURE,
+        weight_bytes=40 * GIB,
+        expert_bytes=32 * GIB,
+        memory={"engine": 64 * GIB},
+    )
+    sets = [
+        "engine.vllm.data_parallel_size=4",
+        "engine.kv_blocks=70",
+        "pool.kind=none",
+        "engine.cpu_cores=0|1|2|3",
+    ]
+    assert asked(facts, *sets)["memory of an engine"].wanted == "144 GiB"  # 4 x (2 x 16 + 4)
+    config, _ = load_with_sources(None, overrides=sets)
+    assert rank_text(config, facts) == (
+        "each of an engine's 4 data-parallel ranks: weights of 16 GiB (8 GiB as every other, and its part of the "
+        "experts), 70 KV blocks, 64 requests at once, cores 0|1|2|3"
+    )
+    unknown = cluster(2, devices=(), model=MIXTURE, weight_bytes=40 * GIB, memory={"engine": GIB})
+    assert not asked(unknown, *sets), "an index alone does not say how large the experts are"
+    assert "weights of unknown size, 70 KV blocks" in rank_text(config, unknown)
 
 
 @pytest.fixture

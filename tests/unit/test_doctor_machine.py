@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from seer.common.config import Config, EngineConfig, PoolConfig, load
 from seer.common.policy.device_defaults import Device
+from seer.common.vllm_settings import VllmSettings
 from seer.doctor import builds, devices, limits, ports
 from seer.doctor.report_lines import Report, parse
 from seer.local.hardware import EnginePlan
@@ -186,6 +187,10 @@ def test_what_is_needed_follows_from_the_configuration():
     need = limits.Need.of(rdma, gpu, 4 * GIB)
     assert need.rank_bytes == limits.BASE_BYTES + 2 * GIB  # for sleep, half on each rank
     assert need.locked_bytes == GIB
+    ranked = replace(config.engine, vllm=VllmSettings(data_parallel_size=4))
+    need = limits.Need.of(config, [EnginePlan(ranked, {})], 8 * GIB, 4 * GIB)
+    assert need.rank_bytes == limits.BASE_BYTES + (2 * (4 + 1) + 2) * GIB  # a fourth of the experts, all else
+    assert (need.ranks, need.host_bytes) == (4, 4 * need.rank_bytes + 5 * GIB)
 
 
 def test_a_busy_machine_is_said():

@@ -1,4 +1,6 @@
-"""What is said of drafts, and where."""
+"""What is said of drafts, and where; and what `seer status` says of an engine."""
+
+from msgspec.structs import replace
 
 from seer.cli.status import SystemStatus, _text
 from seer.common.types import Capacity, InstanceStats
@@ -34,10 +36,20 @@ def instance(stats):
     return InstanceStatus(name="e", capacity=capacity, stats=stats, chunks=0, reserved_blocks=0)
 
 
+def shown(one):
+    status = Status(
+        name="b", incarnation=1, policy="divided", instances=[one], rollouts=0, requests_waiting=0, requests_running=0
+    )  # fmt: skip
+    return _text(SystemStatus(services=[], buffer=status))
+
+
+def test_status_says_of_how_many_ranks_an_engine_is_and_how_many_of_their_steps_were_dummies():
+    for parts, said in ((1, "KV 7/10 blocks used, 0"), (4, "used on 4 ranks (30% of their steps without a")):
+        one = instance(InstanceStats(free_blocks=3, steps=100, dummy_steps=120))
+        one = replace(one, capacity=replace(one.capacity, parts=parts))
+        assert said in shown(one)
+
+
 def test_status_shows_drafts_of_engines_that_count_them_only():
-    for stats, shown in ((DRAFTED, True), (InstanceStats(generated_tokens=5), False)):
-        status = Status(
-            name="b", incarnation=1, policy="divided", instances=[instance(stats)], rollouts=0,
-            requests_waiting=0, requests_running=0,
-        )  # fmt: skip
-        assert ("acceptance length 3.00" in _text(SystemStatus(services=[], buffer=status))) == shown
+    for stats, drafted in ((DRAFTED, True), (InstanceStats(generated_tokens=5), False)):
+        assert ("acceptance length 3.00" in shown(instance(stats))) == drafted

@@ -9,6 +9,7 @@ import pytest
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.policy.device_defaults import Device
+from seer.common.vllm_settings import VllmSettings
 from seer.local.hardware import Hardware, plan_engines, share_cores
 
 EIGHT = Hardware(cores=[0, 4, 1, 5, 2, 6, 3, 7], devices=[], free_bytes=16 * 2**30)
@@ -36,6 +37,9 @@ def test_cpu_engines() -> None:
     assert (first.config.cpu_cores, second.config.cpu_cores) == ("0,4,1,5", "2,6,3,7")
     assert first.config.kv_cache_gib == second.config.kv_cache_gib == 0.8
     assert not first.shares_device
+    ranked = EngineConfig(vllm=VllmSettings(data_parallel_size=2))
+    first, second = plan_engines(ranked, 2, EIGHT)
+    assert (first.config.cpu_cores, first.config.kv_cache_gib) == ("0,4|1,5", 0.4), "of each rank"
 
 
 def test_what_was_said_is_kept() -> None:

@@ -101,6 +101,13 @@ def test_a_long_table_scrolls_to_its_end_and_no_further():
     assert {f"node{number}-0" for number in range(512)} <= seen
 
 
+def test_an_engine_of_data_parallel_ranks_says_how_many():
+    one, other = engine(0), engine(1)
+    ranked = replace(other, name="a-name-too-long-for-its-cells", capacity=replace(other.capacity, parts=8))
+    shown = lines(Glance(status(instances=[one, ranked])))
+    assert "a-name-to x8  16    0 █·······  16%    35%" in "\n".join(shown)
+
+
 def test_texts_of_peers_are_escaped():
     evil = "a\x1b[2J\nb\u202e\r"
     rollout = RolloutStatus(rollout_id=evil, requests=1, finished=0, tokens=0, groups_open=1, seconds=1.0)

@@ -140,9 +140,14 @@ def _service(service: Service, pool: PoolFigures | None) -> str:
 
 
 def _instance(it: InstanceStatus) -> str:
-    total = it.capacity.kv_blocks
+    total, ranks = it.capacity.kv_blocks, it.capacity.parts
+    of_ranks = ""
+    if ranks > 1:
+        dummies = it.stats.dummy_steps / max(1, ranks * it.stats.steps)
+        of_ranks = f" on {ranks} ranks ({dummies:.0%} of their steps without a request)"
     return (
         f"  {it.name}: {it.chunks} chunks ({it.stats.running} running, {it.stats.waiting} waiting), "
-        f"KV {total - it.stats.free_blocks}/{total} blocks used, {it.reserved_blocks} reserved, "
+        f"KV {total - it.stats.free_blocks}/{total} blocks used{of_ranks}, "
+        f"{it.reserved_blocks} reserved, "
         f"{it.stats.generated_tokens} tokens, {it.stats.preemptions} preemptions, {it.restarts} restarts"
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from seer.common.config import Config, Endpoints
+from seer.common.data_parallel import refusals
 from seer.common.endpoints import is_local, shards
 from seer.common.errors import ConfigError
 from seer.common.policy.device_defaults import MEMORY_SHARE
@@ -60,7 +61,9 @@ def advice(config: Config, sources: Mapping[str, str], facts: Facts) -> list[Adv
         *_requests(config, sources, facts),
         *_buffer_memory(config, facts),
         *_dgds(config, facts),
-        *_weights(config, facts),
+        *_ranks(config, facts),
+        *_gpu_memory(config, facts),
+        *_engine_memory(config, facts),
         *_disk(config, facts),
     ]
 
@@ -142,29 +145,50 @@ def _dgds(config: Config, facts: Facts) -> Iterator[Advice]:
         yield Advice("dgds, by endpoints.dgds", number(count), number(needed), why)
 
 
-def _weights(config: Config, facts: Facts) -> Iterator[Advice]:
-    engine, weights = config.engine, facts.weight_bytes
-    if not weights or engine.backend != "vllm":
+def _ranks(config: Config, facts: Facts) -> Iterator[Advice]:
+    if config.engine.backend == "vllm":
+        yield from (Advice(*each) for each in refusals(config.engine, facts.model))
+
+
+def _gpu_memory(config: Config, facts: Facts) -> Iterator[Advice]:
+    engine, weights = config.engine, facts.weights_of_rank(config)
+    if not weights or not facts.devices or not (gpu := facts.devices[0].total_bytes):
         return
-    if facts.devices and (gpu := facts.devices[0].total_bytes):
-        share = engine.gpu_memory_utilization or MEMORY_SHARE
-        room = gpu * share * (1 - KV_SHARE)
-        if weights / engine.tensor_parallel > room:
-            ranks = 2 ** math.ceil(math.log2(weights / room))
-            why = (
-                f"weights of {gib(weights)} on GPUs of {gib(gpu)}, of which an engine takes {share:.0%} "
-                f"and KV should have {KV_SHARE:.0%} of that"
-            )
-            yield Advice("engine.tensor_parallel", number(engine.tensor_parallel), number(ranks), why)
-    if limit := facts.memory.get("engine", 0):
-        ranks, here = max(1, engine.tensor_parallel // engine.nodes), weights // engine.nodes
-        if facts.devices:
-            needed, why = GPU_HOST_BYTES + here, "one copy of its weights while it sleeps, and 8 GiB"
-        else:
-            kv = int((engine.kv_cache_gib or 0) * 2**30)
-            needed, why = 2 * here + kv + ranks * CPU_RANK_BYTES, "its weights twice, KV, and 4 GiB a rank"
-        if limit < needed:
-            yield Advice("memory of an engine", gib(limit), gib(math.ceil(needed / 2**30) * 2**30), why)
+    share = engine.gpu_memory_utilization or MEMORY_SHARE
+    room = gpu * share * (1 - KV_SHARE)
+    if weights <= room:
+        return
+    why = (
+        f"weights of {gib(facts.weight_bytes)} on GPUs of {gib(gpu)}, of which an engine takes {share:.0%} "
+        f"and KV should have {KV_SHARE:.0%} of that"
+    )
+    if engine.vllm.data_parallel_size == 1:
+        ranks = 2 ** math.ceil(math.log2(facts.weight_bytes / room))
+        yield Advice("engine.tensor_parallel", number(engine.tensor_parallel), number(ranks), why)
+        return
+    whole = facts.weight_bytes - facts.expert_bytes
+    why += f"; each data-parallel rank has {gib(whole)} of them whole"
+    if whole < room:
+        ranks = 2 ** math.ceil(math.log2(facts.expert_bytes / (room - whole)))
+        now = number(engine.vllm.data_parallel_size)
+        yield Advice("engine.vllm.data_parallel_size", now, number(ranks), why)
+    else:
+        yield Advice("memory of a GPU", gib(gpu), f"more than {gib(whole / share / (1 - KV_SHARE))}", why)
+
+
+def _engine_memory(config: Config, facts: Facts) -> Iterator[Advice]:
+    weights, limit = facts.weights_of_rank(config), facts.memory.get("engine", 0)
+    if not weights or not limit:
+        return
+    ranks = facts.ranks(config)
+    if facts.devices:
+        needed, why = GPU_HOST_BYTES + ranks * weights, "one copy of its weights while it sleeps, and 8 GiB"
+    else:
+        kv = int((config.engine.kv_cache_gib or 0) * 2**30)
+        needed = ranks * (2 * weights + kv + CPU_RANK_BYTES)
+        why = "of each rank its weights twice, KV, and 4 GiB"
+    if limit < needed:
+        yield Advice("memory of an engine", gib(limit), gib(math.ceil(needed / 2**30) * 2**30), why)
 
 
 def _disk(config: Config, facts: Facts) -> Iterator[Advice]:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seer.common.config import Config, load_with_sources
+from seer.common.data_parallel import EXPERTS
 from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device, engine_defaults
 from seer.common.process.log import printable
 from seer.common.process.memory_limit import limit_bytes
-from seer.common.weights.safetensors import open_regular
+from seer.common.weights.safetensors import open_regular, stored
 from seer.config_check.advice import Advice, advice
 from seer.config_check.facts import MEAN_TOKENS, Facts
-from seer.config_check.settings import Row, gib, rows
+from seer.config_check.settings import Row, gib, rank_text, rows
 from seer.local.hardware import Hardware
 from seer.rollout.files import model_json
 
@@ -52,7 +53,7 @@ def check(files: Sequence[Path], sets: Sequence[str], given: Given) -> tuple[str
     config, sources = load_with_sources(tables[0] if tables else None, environ | os.environ, sets)
     facts = find(config, given)
     wanted = advice(config, sources, facts)
-    return str(printable(shown(rows(config, sources, facts), wanted, facts))), bool(wanted)
+    return str(printable(shown(rows(config, sources, facts), wanted, facts, config))), bool(wanted)
 
 
 def _variables(file: Path) -> list[tuple[str, str]]:
@@ -71,7 +72,8 @@ def find(config: Config, given: Given) -> Facts:
     if given.model is not None and not model.is_dir():
         raise InvalidField("--model", str(model), "give a folder with the model's config.json and its index")
     devices = Hardware.here().devices
-    here = engine_defaults(devices, config.engine.tensor_parallel, {}).instances
+    ranks = config.engine.tensor_parallel * config.engine.vllm.data_parallel_size
+    here = engine_defaults(devices, ranks, {}).instances
     if given.gpu_gib is not None:
         size = int(given.gpu_gib * 2**30)
         devices = [Device(name="0", total_bytes=size, free_bytes=size)]
@@ -82,6 +84,7 @@ def find(config: Config, given: Given) -> Facts:
         devices=devices,
         model=model_json(model) if (model / "config.json").is_file() else {},
         weight_bytes=weight_bytes(model),
+        expert_bytes=expert_bytes(model),
         memory={role: memory.get(role, limit) for role in MEMORY_ROLES},
         room_bytes=_room(config) if given.disk_gib is None else int(given.disk_gib * 2**30),
         mean_tokens=given.mean_tokens,
@@ -101,7 +104,15 @@ def weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts) -> str:
+def expert_bytes(model: Path) -> int:
+    """Return the size of a mixture's experts, by its files; 0: there are none, or no files."""
+    try:
+        return sum(each.size for each in stored(model) if EXPERTS in each.name)
+    except (OSError, ValueError):
+        return 0
+
+
+def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts, config: Config) -> str:
     """Return the text: settings by role, then the facts, then the advice."""
     lines: list[str] = []
     role = ""
@@ -114,6 +125,8 @@ def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts) -> st
     on = f"GPUs of {gib(facts.devices[0].total_bytes)}" if facts.devices else "CPUs"
     memory = ", ".join(f"{role} {gib(size)}" for role, size in facts.memory.items() if size)
     lines.append(f"judged for {facts.engines:,} engines on {on}, {weights}; memory: {memory}")
+    if config.engine.vllm.data_parallel_size > 1:
+        lines.append(rank_text(config, facts))
     lines += [f"change {each.what}: {each.now} -> {each.wanted}\n  {each.why}" for each in wanted]
     return "\n".join(lines if wanted else [*lines, "nothing to change"])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seer.common.config import Config
+from seer.common.data_parallel import rank_weight_bytes
 from seer.common.policy.device_defaults import Device, EngineDefaults, engine_defaults
 from seer.common.process.memory_limit import Bound
 
@@ -19,7 +20,8 @@ MEAN_TOKENS = 16_384
 class Facts:
     """`devices`: those of a node, all alike; none: its engines run on CPUs.
 
-    `model`: its config.json, empty: unknown. `memory`: the limit of each role's process in bytes; a role that
+    `model`: its config.json, empty: unknown. `expert_bytes` of `weight_bytes` are experts', 0: unknown.
+    `memory`: the limit of each role's process in bytes; a role that
     is missing or 0 is unknown. `room_bytes`: the room of the volume that has the buffer's folders, None:
     unknown. `elsewhere`: engines run on machines other than the buffer's.
     """
@@ -28,6 +30,7 @@ class Facts:
     devices: Sequence[Device] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 0
+    expert_bytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     room_bytes: int | None = None
     mean_tokens: int = MEAN_TOKENS
@@ -35,15 +38,29 @@ class Facts:
 
     def defaults(self, config: Config) -> EngineDefaults:
         """Return what an engine takes where the configuration leaves it open, with a device for each rank."""
-        ranks = max(1, config.engine.tensor_parallel // config.engine.nodes)
+        ranks = self.ranks(config)
         devices = list(self.devices[:1]) * ranks
         return engine_defaults(
             devices, ranks, self.model, attention_backend=config.engine.vllm.attention_backend
         )
 
+    def ranks(self, config: Config) -> int:
+        """Return how many ranks an engine has on a machine."""
+        engine = config.engine
+        return max(1, engine.tensor_parallel // engine.nodes) * engine.vllm.data_parallel_size
+
+    def weights_of_rank(self, config: Config) -> int:
+        """Return the bytes of a rank's weights; 0: unknown, or no model runs."""
+        engine = config.engine
+        unknown = engine.vllm.data_parallel_size > 1 and not self.expert_bytes
+        if unknown or engine.backend != "vllm":
+            return 0
+        return rank_weight_bytes(engine, self.weight_bytes, self.expert_bytes)
+
     def running(self, config: Config) -> int:
         """Return how many requests all engines run at once at most."""
-        return self.engines * (config.engine.max_num_seqs or self.defaults(config).max_num_seqs)
+        parts = self.engines * config.engine.vllm.data_parallel_size
+        return parts * (config.engine.max_num_seqs or self.defaults(config).max_num_seqs)
 
 
 def held(bound: Bound, limit: int) -> int:

@@ -66,6 +66,32 @@ def rows(config: Config, sources: Mapping[str, str], facts: Facts) -> list[Row]:
     return sorted(found, key=lambda row: list(ROLES.values()).index(row.role))
 
 
+def rank_text(config: Config, facts: Facts) -> str:
+    """Return what each data-parallel rank of an engine has."""
+    engine, weights = config.engine, facts.weights_of_rank(config)
+    parts = ["weights of unknown size"]
+    if weights:
+        whole = gib(facts.weight_bytes - facts.expert_bytes)
+        parts = [f"weights of {gib(weights)} ({whole} as every other, and its part of the experts)"]
+    if engine.kv_blocks is not None:
+        parts.append(f"{number(engine.kv_blocks)} KV blocks")
+    elif facts.devices and weights:
+        share = engine.gpu_memory_utilization or facts.defaults(config).gpu_memory_utilization
+        parts.append(
+            f"KV in what {share:.0%} of a GPU leaves: "
+            f"{gib(max(0, facts.devices[0].total_bytes * share - weights))}"
+        )
+    elif engine.kv_cache_gib is not None:
+        parts.append(f"KV of {engine.kv_cache_gib:g} GiB")
+    parts.append(f"{number(engine.max_num_seqs or facts.defaults(config).max_num_seqs)} requests at once")
+    if not facts.devices:
+        parts.append(f"cores {engine.cpu_cores}" if engine.cpu_cores else "an equal share of the cores")
+    if config.pool.kind != "none":
+        parts.append(f"{config.pool.staging_mib} MiB between KV and the pool")
+    ranks = engine.vllm.data_parallel_size
+    return f"each of an engine's {ranks} data-parallel ranks: {', '.join(parts)}"
+
+
 def number(value: float) -> str:
     """Return a number as TOML has it, with its thousands apart."""
     return f"{value:_}" if isinstance(value, int) else f"{value:g}"

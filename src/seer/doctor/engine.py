@@ -28,7 +28,7 @@ from seer.doctor.checked_config import given
 from seer.doctor.report_lines import Report
 from seer.local.beside import beside
 from seer.local.hardware import plan_engines
-from seer.services.engine.backend import Chunk
+from seer.services.engine.backend import Backend, Chunk
 
 if TYPE_CHECKING:
     from seer.services.engine.vllm.backend import VllmBackend
@@ -45,6 +45,9 @@ LARGE_HOST_SHARE = 0.4
 
 REQUESTS, TOKENS = 4, 32
 """Requests whose tokens are compared, and how many of each."""
+
+_PLAIN = 64
+"""Token ids that every model has."""
 
 _RSS = 18
 """Place of the resident pages in `/proc/PID/stat`, counted from behind the process group."""
@@ -95,6 +98,9 @@ def start(report: Report) -> None:
         )
         return
     try:
+        if given(report).engine.vllm.data_parallel_size > 1:
+            _start_ranks(report, given(report))
+            return
         engine = started(report.config)
     except SeerError as error:
         report.expect(False, str(error), "do what the line says, and run `seer doctor --only start`")
@@ -115,6 +121,50 @@ def start(report: Report) -> None:
         report.expect(not problem, problem or text, "run `--only bits,repeats`, and report what it says")
 
 
+def _start_ranks(report: Report, config: Config) -> None:
+    """Start all data-parallel ranks, and have them run the same twice. Raises `SeerError`."""
+    from seer.services.engine.vllm.data_parallel import ranked_backend
+
+    with private_temporary_folder(), beside(config) as own:
+        plan = plan_engines(own.engine, None)[0]
+        os.environ.update(plan.environ)
+        backend = ranked_backend(replace(own, engine=plan.config, pool=replace(own.pool, kind="none")))
+        begun = time.monotonic()
+        try:
+            backend.start()
+            seconds = round(time.monotonic() - begun, 1)
+            tokens, again = (tokens_of(backend, _PLAIN, attempt) for attempt in range(2))
+        finally:
+            backend.close()
+    capacity = backend.capacity
+    report.expect(
+        tokens == again, f"{capacity.parts} data-parallel ranks start, and give the same tokens twice",
+        "report this, with `seer doctor --bundle`", seconds=seconds,
+    )  # fmt: skip
+    report.note(
+        "capacity of all ranks", ranks=capacity.parts, kv_blocks=capacity.kv_blocks,
+        block_size=capacity.block_size, max_num_seqs=capacity.max_num_seqs,
+        max_model_len=capacity.max_model_len,
+    )  # fmt: skip
+    report.note("versions", **backend.versions)
+
+
+def in_one_process(check: Callable[[Report], None]) -> Callable[[Report], None]:
+    """Return a check that is left out where data-parallel ranks are processes of their own."""
+
+    @functools.wraps(check)
+    def checked(report: Report) -> None:
+        ranks = given(report).engine.vllm.data_parallel_size
+        if ranks == 1:
+            check(report)
+        else:
+            report.skip(
+                f"{ranks} data-parallel ranks are processes of their own: this looks into one process"
+            )
+
+    return checked
+
+
 def _say_graphs(report: Report, engine: Engine) -> None:
     compilation = engine.backend.core.vllm_config.compilation_config
     mode = compilation.cudagraph_mode
@@ -133,6 +183,7 @@ def _say_graphs(report: Report, engine: Engine) -> None:
         )  # fmt: skip
 
 
+@in_one_process
 def largest_batch(report: Report) -> None:
     """Run the largest batch that the sampler can meet, on every rank; fail if it does not fit."""
     engine = started(report.config)
@@ -151,6 +202,7 @@ def largest_batch(report: Report) -> None:
         )  # fmt: skip
 
 
+@in_one_process
 def step_table(report: Report) -> None:
     """Time steps by batch and drafts, and the host's share of them outside the forward pass."""
     from seer.doctor.step_clock import run_steps, watch_engine
@@ -183,11 +235,13 @@ def step_table(report: Report) -> None:
         )  # fmt: skip
 
 
+@in_one_process
 def sleep(report: Report) -> None:
     """Sleep and wake at level 1, then at level 2 as colocated trainers do: the same tokens each time."""
     engine = started(report.config)
     backend, model = engine.backend, Path(engine.config.shared.model)
-    expected = tokens_of(backend)
+    plain = backend.core.plain_tokens
+    expected = tokens_of(backend, plain)
     before = memory_in_use(engine.gpu)
     asleep = _seconds(lambda: backend.sleep(SleepState.ASLEEP, 1))
     freed = (before - memory_in_use(engine.gpu)) / 2**20
@@ -197,7 +251,7 @@ def sleep(report: Report) -> None:
         "see which other processes took memory meanwhile",
         freed_mib=round(freed, 1), seconds=asleep, wake_seconds=awake,
     )  # fmt: skip
-    _compare(report, "after sleep", expected, tokens_of(backend))
+    _compare(report, "after sleep", expected, tokens_of(backend, plain))
     asleep = _seconds(lambda: backend.sleep(SleepState.ASLEEP, 2))
     freed = (before - memory_in_use(engine.gpu)) / 2**20
     backend.sleep(SleepState.KV_ASLEEP, 2)
@@ -207,7 +261,7 @@ def sleep(report: Report) -> None:
         "level 2, weights loaded while KV sleeps",
         freed_mib=round(freed, 1), seconds=asleep, load_seconds=load, wake_seconds=awake,
     )  # fmt: skip
-    _compare(report, "after level 2 and loading the same weights", expected, tokens_of(backend))
+    _compare(report, "after level 2 and loading the same weights", expected, tokens_of(backend, plain))
 
 
 def _compare(report: Report, when: str, expected: list[list[int]], found: list[list[int]]) -> None:
@@ -218,14 +272,17 @@ def _compare(report: Report, when: str, expected: list[list[int]], found: list[l
                   "report this, with `seer doctor --bundle`", different=different)  # fmt: skip
 
 
-def tokens_of(backend: VllmBackend) -> list[list[int]]:
-    """Return the tokens of a few requests, one after the other in the engine's first free batch."""
+def tokens_of(backend: Backend, plain: int, attempt: int = 0) -> list[list[int]]:
+    """Return the tokens of a few requests, one after the other in the engine's first free batch.
+
+    Token ids below `plain` stand for no image.
+    """
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     found: list[list[int]] = [[] for _ in range(REQUESTS)]
     for row in range(REQUESTS):
-        prompt = [(row + 5 * i + 1) % backend.core.plain_tokens for i in range(12)]
+        prompt = [(row + 5 * i + 1) % plain for i in range(12)]
         backend.add(Chunk(
-            request_id=str(row), group_id="", attempt=0, key=row, prompt_len=len(prompt),
+            request_id=str(row), group_id="", attempt=attempt, key=row, prompt_len=len(prompt),
             max_new_tokens=TOKENS, sampling=sampling, tokens=prompt,
         ))  # fmt: skip
     while backend.has_work():

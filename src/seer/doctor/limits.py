@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seer.common.config import Config
+from seer.common.data_parallel import rank_weight_bytes
 from seer.common.process.memory_limit import free_bytes
+from seer.config_check.command import expert_bytes
 from seer.doctor.checked_config import given, weight_bytes
 from seer.doctor.report_lines import Report
 from seer.local.hardware import EnginePlan, plan_engines
@@ -71,15 +73,16 @@ class Need:
     pool_bytes: int
 
     @classmethod
-    def of(cls, config: Config, plans: list[EnginePlan], weights: int) -> Need:
-        """Return what engines of these plans need, whose weights are so many bytes."""
+    def of(cls, config: Config, plans: list[EnginePlan], weights: int, experts: int = 0) -> Need:
+        """Return what engines of these plans need, whose weights, and experts of them, are so many bytes."""
         engine, pool = plans[0].config, config.pool
-        ranks = engine.tensor_parallel
+        ranks = engine.tensor_parallel * engine.vllm.data_parallel_size
+        each = rank_weight_bytes(engine, weights, experts)
         kv = 0 if plans[0].environ else int((engine.kv_cache_gib or 0) * 2**30)
         copies = 1 if plans[0].environ else 2  # GPUs: for sleep; CPUs: new ones are read beside the old
         staging = pool.staging_mib * 2**20 * ranks * len(plans) if pool.kind != "none" else 0
         return cls(
-            instances=len(plans), ranks=ranks, rank_bytes=BASE_BYTES + (copies * weights) // ranks + kv,
+            instances=len(plans), ranks=ranks, rank_bytes=BASE_BYTES + copies * each + kv,
             locked_bytes=staging if pool.protocol == "rdma" else 0,
             pool_bytes=int((pool.dram_gib or 0) * 2**30) + staging,
         )  # fmt: skip
@@ -94,7 +97,7 @@ def check(report: Report) -> None:
     """Compare what is allowed here with what the configuration needs."""
     config = given(report)
     plans = plan_engines(config.engine, None)
-    need = Need.of(config, plans, weight_bytes(config))
+    need = Need.of(config, plans, weight_bytes(config), expert_bytes(Path(config.shared.model)))
     report.note(
         "planned",
         instances=need.instances,

@@ -18,6 +18,7 @@ from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
 from seer.doctor.checked_config import given
+from seer.doctor.engine import in_one_process
 from seer.doctor.report_lines import Report
 from seer.local.beside import beside
 from seer.local.child import Child
@@ -36,6 +37,7 @@ ROUNDS = 4
 START_SECONDS, SAVE_SECONDS = 60.0, 30.0
 
 
+@in_one_process
 def check(report: Report) -> None:
     """Compute contexts, save them, fetch them again, and compare."""
     config = given(report)

@@ -22,7 +22,7 @@ from seer.common.process.devices import visible_devices
 from seer.common.process.memory_limit import free_bytes
 
 MAX_KV_GIB = 4.0
-"""Bound on the default KV memory of a CPU engine: more rarely improves prefix reuse."""
+"""Bound on the default KV memory of a CPU engine's rank: more rarely improves prefix reuse."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True):
@@ -73,11 +73,11 @@ def plan_engines(
     configs = [replace(engine, name=f"engine-{i}") for i in range(instances)]
     if engine.backend != "vllm":
         return [EnginePlan(config, {}) for config in configs]
+    ranks = engine.tensor_parallel * engine.vllm.data_parallel_size
     if engine.kv_blocks is None and engine.kv_cache_gib is None and machine.free_bytes:
-        gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
+        gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / (instances * ranks), 2))
         configs = [replace(config, kv_cache_gib=gib) for config in configs]
     if not engine.cpu_cores:
-        ranks = engine.tensor_parallel * engine.vllm.data_parallel_size
         shares = share_cores(machine.cores, instances, ranks)
         pairs = zip(configs, shares, strict=True)
         configs = [replace(config, cpu_cores=share) for config, share in pairs]

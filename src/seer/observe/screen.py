@@ -43,6 +43,7 @@ WORDS = (
     ),
     ("in its tail", "nine tenths of the responses have finished, for so long"),
     ("held", "responses that wait for weights, an engine, or the end of sleep"),
+    ("engine", "a replica of the model; x8: of 8 data-parallel ranks"),
     ("run, wait", "chunks that an engine runs, and those it has not begun"),
     ("KV used", "share of the engine's KV blocks that hold something"),
     ("booked", "share of them that the chunks that run can need at most: at 100 % others wait"),
@@ -215,7 +216,9 @@ def _engine(
         f"{lost}", f"{it.restarts + 1}",
     )  # fmt: skip
     columns = [f"{text:>{cells}}" for text, cells in zip(texts, _WIDTHS, strict=True)]
-    line = Text(set_cell_size(_clean(it.name), name) + "".join(columns[:2]) + " ")
+    ranks = f" x{it.capacity.parts}" if it.capacity.parts > 1 else ""
+    shown = set_cell_size(_clean(it.name), name - cell_len(ranks)) + ranks
+    line = Text(shown + "".join(columns[:2]) + " ")
     line.append("█" * round(used * BAR_CELLS), style="green" if used < 0.95 else "yellow")
     line.append("·" * (BAR_CELLS - round(used * BAR_CELLS)), style="dim")
     line.append(f" {used:>4.0%}" + "".join(columns[2:]))

@@ -99,7 +99,7 @@ def start(
     """Start a system on the cluster that `ray.init` connected to, and wait until all of it is ready.
 
     `config`: all but endpoints and keys, which are made here. An engine's GPUs lie on one node: as many as
-    `engine.tensor_parallel`, or a share of one.
+    it has ranks, or a share of one.
     Raises `ConfigError`, or `LaunchError` where there is no room or a service cannot start.
     """
     config = config or Config()
@@ -138,9 +138,9 @@ def _check(engines: int, gpus: float, config: Config) -> None:
         raise ConfigError("Ray is not initialized: call ray.init() first")
     if engines < 1:
         raise InvalidField("engines", engines, "give at least 1")
-    ranks = config.engine.tensor_parallel
+    ranks = config.engine.tensor_parallel * config.engine.vllm.data_parallel_size
     if gpus and gpus != ranks and not (ranks == 1 and 0 < gpus < 1):
-        fix = f"give engine.tensor_parallel = {ranks}, or for one rank a share of a GPU below 1"
+        fix = f"give one for each of its {ranks} ranks, or for one rank a share of a GPU below 1"
         raise InvalidField("gpus_per_engine", gpus, fix)
     if config.engine.nodes != 1:
         raise InvalidField("engine.nodes", config.engine.nodes, "an engine's bundle lies on one node: give 1")
