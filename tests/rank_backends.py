@@ -1,9 +1,12 @@
 """Backends of ranks for tests: as the replay engine, with a fault at some step; each in a process of its own."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from ahead import scheduling_ahead
 
 from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.errors import EngineBroken, InvalidField
@@ -70,11 +73,19 @@ class FaultyRank(ReplayBackend):
         return InstanceStats(steps=self._taken, running=self._rank + 1, generated_tokens=10)
 
 
-def patient(make: MakeRank, rank: int, port: int) -> Backend:
-    """Make a rank of vLLM's, for which a call into the pool is no miss for being slow beside others."""
+_kept = contextlib.ExitStack()
+
+
+def patient(make: MakeRank, ahead: bool, rank: int, port: int) -> Backend:
+    """Make a rank of vLLM's, for which a call into the pool is no miss for being slow beside others.
+
+    `ahead`: it may schedule ahead, as on GPUs.
+    """
     from seer.services.engine.vllm.kv_pool import unreachable_store
 
     unreachable_store.CALL_SECONDS = 20.0
+    if ahead:
+        _kept.enter_context(scheduling_ahead())
     return make(rank, port)
 
 

@@ -2,6 +2,8 @@
 
 Invariants:
 - an instance's counts are the sums of what was reserved and not yet released;
+- an instance of data-parallel ranks has room for what its emptiest rank has room for: chunks are counted on
+  ranks as the engine places them, if it has heard the same in the same order;
 - arrays, rows in the order of names, hold the same counts; queries read them in one pass, fastest in a
   full fleet: a buffer makes several thousand a second.
 """
@@ -11,18 +13,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from seer.common.policy.ranks import RankPlacement
 from seer.common.types import Capacity
 
 _CHUNK = 2**40  # weight of a chunk in `_load`: more than that of any number of blocks
 _NEVER = 2**62  # more blocks than any instance has
 
 SPARE_PART = 256
-"""At most one in so many of an instance's blocks is left free for the chunks that run there."""
+"""At most one in so many of a rank's blocks is left free for the chunks that run there."""
 
 
 @dataclass(slots=True)
@@ -38,11 +41,23 @@ class InstanceView:
     reserved_blocks: int = 0
     pinned_blocks: int = 0
     closed: bool = False  # takes no new chunks
+    ranks: RankPlacement | None = field(init=False, default=None)  # of several data-parallel ones
+    placed: dict[str, int] = field(init=False, default_factory=dict)  # rank of each request that runs
+
+    def __post_init__(self) -> None:
+        """Divide the blocks among data-parallel ranks, if there are several."""
+        if (parts := self.capacity.parts) > 1:
+            self.ranks = RankPlacement(parts, self.capacity.kv_blocks // parts)
 
     @property
     def free_blocks(self) -> int:
         """Blocks that no running chunk has reserved and no save to the KV pool pins."""
         return self.capacity.kv_blocks - self.reserved_blocks - self.pinned_blocks
+
+    @property
+    def room(self) -> int:
+        """Blocks that one chunk may take."""
+        return self.free_blocks if self.ranks is None else min(self.free_blocks, max(self.ranks.free))
 
     def has_room(self, context: int, chunk: int, image_tokens: int = 0) -> bool:
         """Return whether a chunk's worst case fits now; `image_tokens` as in `Capacity.holds`."""
@@ -51,7 +66,7 @@ class InstanceView:
             not self.closed
             and self.chunks < capacity.max_num_seqs
             and capacity.holds(context, chunk, image_tokens)
-            and capacity.blocks_for(context, chunk) <= self.free_blocks
+            and capacity.blocks_for(context, chunk) <= self.room
         )
 
 
@@ -67,7 +82,7 @@ class Fleet(Mapping[str, InstanceView]):
         self._kinds: list[Capacity] = []
         self._kind = np.zeros(0, dtype=np.intp)  # index into `_kinds` of each instance
         self._load = np.zeros(0, dtype=np.int64)  # sorts by chunks, then by blocks that are not free
-        self._room = np.zeros(0, dtype=np.int64)  # free blocks; -1 if no chunk more may run
+        self._room = np.zeros(0, dtype=np.int64)  # blocks for one chunk; -1 if no chunk more may run
         self._seats = np.zeros(0, dtype=np.int64)
         for instance in instances:
             self._insert(instance)
@@ -108,13 +123,19 @@ class Fleet(Mapping[str, InstanceView]):
             self.chunks -= instance.chunks
         self._rebuild()
 
-    def reserve(self, name: str, blocks: int) -> None:
-        """Reserve blocks for one more chunk."""
-        self._count(self._views[name], 1, blocks)
+    def reserve(self, name: str, blocks: int, request_id: str = "") -> None:
+        """Reserve blocks for one more chunk, of a request that runs nowhere."""
+        instance = self._views[name]
+        if instance.ranks is not None:
+            instance.placed[request_id] = instance.ranks.place(request_id, blocks)
+        self._count(instance, 1, blocks)
 
-    def release(self, name: str, blocks: int) -> None:
+    def release(self, name: str, blocks: int, request_id: str = "") -> None:
         """Release what one chunk had reserved."""
-        self._count(self._views[name], -1, -blocks)
+        instance = self._views[name]
+        if instance.ranks is not None:
+            instance.ranks.end(instance.placed.pop(request_id), blocks)
+        self._count(instance, -1, -blocks)
 
     def pin(self, name: str, blocks: int) -> None:
         """Set how many blocks saves to the KV pool hold, as an engine reports it, within what is possible."""
@@ -151,10 +172,10 @@ class Fleet(Mapping[str, InstanceView]):
             self._write(row, self._views[name])
 
     def _write(self, row: int, instance: InstanceView) -> None:
-        free = instance.free_blocks
+        free, room = instance.free_blocks, instance.room
         seats = 0 if instance.closed else instance.capacity.max_num_seqs - instance.chunks
         self._load[row] = instance.chunks * _CHUNK - free
-        self._room[row] = free if seats > 0 else -1
+        self._room[row] = room if seats > 0 else -1
         self._seats[row] = seats
 
     # --- queries -------------------------------------------------------------------------
@@ -182,7 +203,11 @@ class Fleet(Mapping[str, InstanceView]):
             capacity.blocks_for(context, chunk) if capacity.holds(context, chunk, image_tokens) else _NEVER
             for capacity in self._kinds
         ]
-        more = [min(spare // kind.block_size, kind.kv_blocks // SPARE_PART) for kind in self._kinds]
+        parts = [kind.kv_blocks // kind.parts for kind in self._kinds]
+        more = [
+            min(spare // kind.block_size, part // SPARE_PART)
+            for kind, part in zip(self._kinds, parts, strict=True)
+        ]
         if len(needs) == 1:
             found = self._least_loaded(self._room >= needs[0] + more[0])
             if found is None and more[0]:

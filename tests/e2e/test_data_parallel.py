@@ -79,16 +79,16 @@ SETTINGS = {"max_num_seqs": 8, "max_model_len": 160, "kv_blocks": 40, "routed_ex
 
 @contextmanager
 def ranks(
-    model: Path, source: str = "off", pool: PoolConfig | None = None, digest: str = ""
+    model: Path, source: str = "off", pool: PoolConfig | None = None, digest: str = "", ahead: bool = False
 ) -> Iterator[RankedBackend]:
     vllm = VllmSettings(data_parallel_size=2, enable_expert_parallel=True)
     backend = ranked_backend(
         Config(
-            engine=EngineConfig(**SETTINGS, vllm=vllm), shared=SharedConfig(model=str(model)),
+            engine=EngineConfig(**SETTINGS, vllm=vllm, async_scheduling=ahead), shared=SharedConfig(model=str(model)),
             drafts=DraftsConfig(source=source, max_draft=4), pool=pool or PoolConfig(kind="none"),
         )
     )  # fmt: skip
-    backend._make = functools.partial(patient, backend._make)
+    backend._make = functools.partial(patient, backend._make, ahead)
     with private_temporary_folder():  # as an engine's process has it
         try:
             backend.start()
@@ -195,7 +195,8 @@ def test_ranks_and_engines_find_each_other_s_kv_in_the_pool_with_its_experts(mod
             with pytest.raises(EngineError):
                 while backend.has_work():
                     backend.step()
-        with ranks(models[0], "random", pool, "old") as backend:
+        with ranks(models[0], pool=pool, digest="old", ahead=True) as backend:
+            assert backend.versions["scheduling"] == "asynchronous"
             advance(backend, done, 2, pool)
             assert backend.stats().pool_tokens == 2 * BLOCK + 2 * BLOCK
             assert_same(done, expected[0])

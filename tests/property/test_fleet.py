@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seer.common.policy.fleet import SPARE_PART, Fleet, InstanceView
+from seer.common.policy.ranks import RankPlacement
 from seer.common.types import Capacity
 
 SIZE = 49
@@ -37,20 +38,27 @@ CHANGES = st.lists(
 )
 
 
-def apply(fleet: Fleet, held: dict[str, list[int]], what: str, name: str, number: int) -> None:
+Held = dict[str, dict[str, int]]
+"""Blocks by instance and request."""
+
+
+def apply(fleet: Fleet, held: Held, what: str, name: str, number: int) -> None:
     if what == "join" and name not in fleet:
         fleet.add(InstanceView(name, CAPACITIES[number % len(CAPACITIES)]))
-        held[name] = []
+        held[name] = {}
     elif name not in fleet:
         return
     elif what == "leave":
         fleet.remove(name)
         del held[name]
     elif what == "reserve":
-        fleet.reserve(name, number)
-        held[name].append(number)
+        request = f"r{number}"
+        if request not in held[name]:
+            fleet.reserve(name, number, request)
+            held[name][request] = number
     elif what == "release" and held[name]:
-        fleet.release(name, held[name].pop())
+        request, blocks = held[name].popitem()
+        fleet.release(name, blocks, request)
     elif what == "pin":
         fleet.pin(name, CLAIMS.get(number, number))
         assert 0 <= fleet[name].pinned_blocks <= fleet[name].capacity.kv_blocks
@@ -62,7 +70,7 @@ def first_by_load(views: list[InstanceView]) -> InstanceView | None:
 
 def blocks_with_spare(view: InstanceView, context: int, chunk: int, spare: int) -> int:
     capacity = view.capacity
-    more = min(spare // capacity.block_size, capacity.kv_blocks // SPARE_PART)
+    more = min(spare // capacity.block_size, capacity.kv_blocks // capacity.parts // SPARE_PART)
     return capacity.blocks_for(context, chunk) + more
 
 
@@ -76,7 +84,7 @@ def check(fleet: Fleet, context: int, chunk: int, image: int) -> None:
     assert named == [view.name for view in room]
     assert fleet.emptiest(context, chunk, 0, image) is first_by_load(room)
     for spare in (1, 64, 10**6):
-        roomy = [view for view in room if view.free_blocks >= blocks_with_spare(view, context, chunk, spare)]
+        roomy = [view for view in room if view.room >= blocks_with_spare(view, context, chunk, spare)]
         found = first_by_load(roomy) or first_by_load([view for view in room if not view.chunks])
         assert fleet.emptiest(context, chunk, spare, image) is found
     seats = [view for view in able if view.chunks < view.capacity.max_num_seqs]
@@ -94,7 +102,7 @@ def test_the_fleet_answers_as_a_scan_would(joined, kinds, changes, data):
     assert list(fleet) == list(fleet.names) == sorted(held)
     assert fleet.chunks == sum(map(len, held.values()))
     for name, blocks in held.items():
-        assert (fleet[name].chunks, fleet[name].reserved_blocks) == (len(blocks), sum(blocks))
+        assert (fleet[name].chunks, fleet[name].reserved_blocks) == (len(blocks), sum(blocks.values()))
     for _ in range(3):
         image = data.draw(st.sampled_from((0, 1, 9, 10, 31)))
         check(fleet, data.draw(st.integers(1, 300)), data.draw(st.integers(1, 100)), image)
@@ -111,3 +119,30 @@ def test_the_few_with_room_in_a_full_fleet_are_found(free, random):
     for chunk in (1, 16, 40):
         for image in (0, 5):
             check(fleet, 16, chunk, image)
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 9), st.integers(1, 200), st.integers(1, 60)), max_size=80
+    ),
+)
+def test_what_is_sent_to_data_parallel_ranks_fits_one_and_what_is_not_fits_none(parts, orders):
+    capacity = Capacity(kv_blocks=parts * 20, block_size=16, max_num_seqs=40, max_model_len=300, parts=parts)
+    fleet, engine = Fleet([InstanceView("e", capacity)]), RankPlacement(parts, 20)
+    running: dict[str, tuple[int, int]] = {}
+    for starts, number, context, chunk in orders:
+        name, blocks = f"r{number}", capacity.blocks_for(context, chunk)
+        if not starts and name in running:
+            rank, blocks = running.pop(name)
+            engine.end(rank, blocks)
+            fleet.release("e", blocks, name)
+        elif starts and name not in running:
+            fits = any(free >= blocks for free in engine.free)
+            assert fleet.has_room("e", context, chunk) == fits == (fleet.emptiest(context, chunk) is not None)
+            if fits:
+                rank = engine.place(name, blocks)
+                assert engine.free[rank] >= 0, "it begins at once"
+                running[name] = rank, blocks
+                fleet.reserve("e", blocks, name)
+    assert fleet["e"].reserved_blocks == sum(blocks for _, blocks in running.values())

@@ -256,7 +256,7 @@ class RequestMachine:
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self._running[instance.name][request_id] = None
-        self.instances.reserve(instance.name, request.blocks)
+        self.instances.reserve(instance.name, request.blocks, request_id)
         self._count(request, "chunks", 1)
         if request.view.last_instance not in ("", instance.name):
             self._count(request, "migrations", 1)
@@ -267,8 +267,9 @@ class RequestMachine:
 
     def _release(self, request: RequestState) -> None:
         if request.instance in self.instances:
-            self.instances.release(request.instance, request.blocks)
-            del self._running[request.instance][request.view.request_id]
+            request_id = request.view.request_id
+            self.instances.release(request.instance, request.blocks, request_id)
+            del self._running[request.instance][request_id]
         request.instance = ""
         request.alone = False
 
