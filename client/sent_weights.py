@@ -4,7 +4,7 @@ Invariants (tests/property/test_delta.py, tests/cluster/test_weight_deltas.py):
 - what is kept is what the engines have: it changes once an update is live, and not before;
 - memory is that of one copy of the tensors, taken only while twice as much is free;
 - a delta is sent if it has at most `PAYS` of the stream's bytes, or if the trainer names its base. After one
-  that does not pay, nothing is kept or compared for `REST` updates.
+  that does not pay, which is logged, nothing is kept or compared for `REST` updates.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class SentWeights:
                 return plan
             self._rest, why = REST, plan.why
             self._sent = None
+            _log.info("weights are sent whole", updates=REST + 1, why=why)
             return Plan(stream, plan.digest, why=why)
         resting, self._rest = self._rest > 0 and base is None, max(0, self._rest - 1)
         self._sent = None
@@ -115,7 +116,6 @@ class SentWeights:
         sent = size if plan.delta is None or whole else plan.delta.size
         why = plan.why or ("the buffer or an engine could not apply the delta" if sent == size else "")
         self.last = Sending(sent, size, why)
-        _log.info("weights were sent", version=version, bytes=sent, of=size, why=why)
         known = self._sent
         if known is None:
             return

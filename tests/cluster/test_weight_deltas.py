@@ -307,7 +307,7 @@ async def test_a_later_client_goes_on_from_what_an_earlier_one_sent():
 
 
 @virtual
-async def test_a_base_that_the_trainer_names(machines):
+async def test_a_base_that_the_trainer_names(machines, capsys):
     rng = np.random.default_rng(1)
     tensors = first()
     async with running(engines=1) as cluster, cluster.client() as client:
@@ -315,10 +315,14 @@ async def test_a_base_that_the_trainer_names(machines):
         await client.update_weights(1, tensors, base=0)  # nothing is there: all is sent
         tensors["w"].view(np.uint16)[:] ^= rng.integers(1, 2, SIZE, np.uint16)
         counts.clear()
+        assert "sent" not in capsys.readouterr().err
         await client.update_weights(2, tensors)
         assert "does not pay" in client.deltas.last.why
         await client.update_weights(3, stepped(tensors, 3), base=2)
         assert "no earlier tensors" in client.deltas.last.why
+        assert (
+            capsys.readouterr().err.count("sent whole") == 1
+        )  # not with each update: trainers show progress
         await client.update_weights(5, stepped(tensors, 5), base=4)
         assert "base 4 is not what this client sent last, version 3" in client.deltas.last.why
         counts.clear()
