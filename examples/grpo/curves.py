@@ -103,21 +103,22 @@ def draw(runs: Mapping[str, Sequence[Row]], picture: Path) -> None:
     """Draw the curves of one or several runs, named by their keys, into a PNG."""
     label, rows = next(iter(runs.items()))
     panels = [name for name in PANELS if name in rows[0]]
-    height = 2 if len(panels) > 2 else 1
-    width = 4 if len(panels) > 5 else 3
-    figure, axes = pyplot.subplots(height, width, figsize=(4 * width, 3 * height), layout="constrained")
+    width = len(panels) // 2 + 1  # shares of time are a panel, too
+    figure, axes = pyplot.subplots(2, width, figsize=(4 * width, 6), layout="constrained")
     for axis, name in zip(axes.flat, panels, strict=False):
         for run, some in runs.items():
-            axis.plot([row["iteration"] for row in some], [row[name] for row in some], label=run, lw=1.3)
+            axis.plot([row["iteration"] + 1 for row in some], [row[name] for row in some], label=run, lw=1.3)
         axis.set(title=PANELS[name], ylim=(0, 1) if name in ("reward", "held_out") else (0, None))
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) : -1]:
         axis.remove()
+    for axis in figure.axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     if len(runs) > 1:
         axes.flat[0].legend()
     shares = [[row["seconds"][phase] / sum(row["seconds"].values()) for row in rows] for phase in PHASES]
     last = axes.flat[-1]
-    last.stackplot([row["iteration"] for row in rows], shares, labels=PHASES, alpha=0.8)
+    last.stackplot([row["iteration"] + 1 for row in rows], shares, labels=PHASES, alpha=0.8)
     last.set(title=f"shares of time {label}".strip(), ylim=(0, 1), xlabel="iteration")
     last.legend(loc="lower right", fontsize="small")
     figure.savefig(picture, dpi=80)
