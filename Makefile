@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo demo-images grpo grpo-images agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test kubernetes-test ray-test gateway-test lint format lock release clean
+.PHONY: setup demo demo-images grpo grpo-images agents same-weights test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test kubernetes-test ray-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,9 @@ grpo-images: setup  # an RL run on prompts with images, e.g. make grpo-images SE
 agents: setup  # an RL run with a tool, e.g. make agents SEED=1
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/agents/train_agents.py --seed $(SEED)
 
+same-weights: setup  # GRPO under faults has the checkpoints of an undisturbed run, e.g. make same-weights PLANS=10
+	OMP_WAIT_POLICY=passive $(BIN)/python bench/correctness/same_weights.py --plans $(PLANS) --seed $(SEED)
+
 test: setup  # every claim; a part of it, as pytest takes it: make test PYTEST_ARGS="tests/unit -q"
 	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),tests/parts.py)
 
@@ -58,6 +61,7 @@ sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; n
 
 SECONDS ?= 60
 SEED ?= 0
+PLANS ?= 3
 ONLY ?= virtual processes vllm
 chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/correctness/chaos.py has more kinds
 	$(BIN)/python bench/correctness/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)

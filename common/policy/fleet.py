@@ -41,13 +41,13 @@ class InstanceView:
     reserved_blocks: int = 0
     pinned_blocks: int = 0
     closed: bool = False  # takes no new chunks
-    ranks: RankPlacement | None = field(init=False, default=None)  # of several data-parallel ones
-    placed: dict[str, int] = field(init=False, default_factory=dict)  # rank of each request that runs
+    ranks: RankPlacement | None = None  # of several data-parallel ones
+    placed: dict[str, int] = field(default_factory=dict)  # rank of each request that runs
 
     def __post_init__(self) -> None:
-        """Divide the blocks among data-parallel ranks, if there are several."""
-        if (parts := self.capacity.parts) > 1:
-            self.ranks = RankPlacement(parts, self.capacity.kv_blocks // parts)
+        """Divide the blocks among data-parallel ranks, if there are several and no snapshot has them."""
+        if (parts := self.capacity.parts) > 1 and self.ranks is None:
+            self.ranks = RankPlacement.of(parts, self.capacity.kv_blocks // parts)
 
     @property
     def free_blocks(self) -> int:

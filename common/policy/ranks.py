@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 AHEAD = 2
 """Steps that are granted and not yet run by all: the one that runs, and the next."""
 
@@ -23,22 +25,29 @@ KEPT_HOMES = 10_000
 """How many requests' last ranks are remembered: more than have blocks in a prefix cache."""
 
 
-class RankPlacement:
-    """Places chunks on ranks of `blocks` KV blocks each."""
+class RankPlacement(msgspec.Struct):
+    """Places chunks on ranks. `free`: KV blocks of each rank, below 0 while chunks wait there.
 
-    def __init__(self, ranks: int, blocks: int) -> None:
-        self.free = [blocks] * ranks  # below 0: chunks wait there
-        self.chunks = [0] * ranks
-        self._homes: dict[str, int] = {}
+    `chunks` counts those of each rank; `homes`: by request, the rank of its last chunk, oldest first.
+    """
+
+    free: list[int]
+    chunks: list[int]
+    homes: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, ranks: int, blocks: int) -> RankPlacement:
+        """Return empty ranks of `blocks` KV blocks each."""
+        return cls([blocks] * ranks, [0] * ranks)
 
     def place(self, request_id: str, blocks: int) -> int:
         """Return the rank of a request's next chunk, which may take so many blocks, and reserve them."""
         emptiest = max(range(len(self.free)), key=lambda rank: (self.free[rank], -self.chunks[rank]))
-        home = self._homes.pop(request_id, emptiest)
+        home = self.homes.pop(request_id, emptiest)
         rank = home if self.free[home] >= blocks else emptiest
-        self._homes[request_id] = rank
-        if len(self._homes) > KEPT_HOMES:
-            del self._homes[next(iter(self._homes))]
+        self.homes[request_id] = rank
+        if len(self.homes) > KEPT_HOMES:
+            del self.homes[next(iter(self.homes))]
         self.free[rank] -= blocks
         self.chunks[rank] += 1
         return rank

@@ -104,7 +104,7 @@ class RankedBackend:
         least = min((each.capacity for each in started), key=lambda each: each.kv_blocks)
         self._capacity = _whole(least, self._ranks)
         self._versions = started[0].versions | {"data_parallel": str(self._ranks)}
-        self._placement = RankPlacement(self._ranks, least.kv_blocks)
+        self._placement = RankPlacement.of(self._ranks, least.kv_blocks)
 
     @property
     def capacity(self) -> Capacity:

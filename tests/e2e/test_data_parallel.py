@@ -161,7 +161,7 @@ def advance(backend: RankedBackend, done: dict[str, Response], rounds: int, pool
                         routes_from=routed,
                     )
                 )  # fmt: skip
-        homes = backend._placement._homes
+        homes = backend._placement.homes
         homes |= {name: 1 - rank for name, rank in homes.items()}
         for name, part in run(backend, parts).items():
             done[name].tokens += part.tokens

@@ -131,12 +131,18 @@ class BufferModel(RuleBasedStateMachine):
         blocks=st.integers(6, 30),
         again=st.booleans(),
         image=st.sampled_from((0, 8, 32)),
+        ranks=st.sampled_from((1, 1, 2)),
     )
-    def join(self, name, blocks, again, image):
+    def join(self, name, blocks, again, image, ranks):
         self.lose([name])
         self.incarnations += not again
         capacity = Capacity(
-            kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200, image_tokens=image
+            kv_blocks=blocks * ranks,
+            block_size=8,
+            max_num_seqs=4 * ranks,
+            max_model_len=200,
+            image_tokens=image,
+            parts=ranks,
         )
         self.send(orders.joined(name, capacity, 10 * self.incarnations + NAMES.index(name)))
 

@@ -129,7 +129,7 @@ def test_the_few_with_room_in_a_full_fleet_are_found(free, random):
 )
 def test_what_is_sent_to_data_parallel_ranks_fits_one_and_what_is_not_fits_none(parts, orders):
     capacity = Capacity(kv_blocks=parts * 20, block_size=16, max_num_seqs=40, max_model_len=300, parts=parts)
-    fleet, engine = Fleet([InstanceView("e", capacity)]), RankPlacement(parts, 20)
+    fleet, engine = Fleet([InstanceView("e", capacity)]), RankPlacement.of(parts, 20)
     running: dict[str, tuple[int, int]] = {}
     for starts, number, context, chunk in orders:
         name, blocks = f"r{number}", capacity.blocks_for(context, chunk)

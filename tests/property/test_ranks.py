@@ -38,7 +38,7 @@ class Ranks:
         self, ranks: int, seed: int, jobs: list[tuple[float, int]], stall: tuple[int, int] | None
     ) -> None:
         self.random, self.now, self.order = random.Random(seed), 0.0, count()
-        self.lockstep, self.placement = Lockstep(ranks, LIMIT), RankPlacement(ranks, 10_000)
+        self.lockstep, self.placement = Lockstep(ranks, LIMIT), RankPlacement.of(ranks, 10_000)
         self.ranks, self.stall = [Rank() for _ in range(ranks)], stall
         self.events: list = []
         self.arrived: Counter[int] = Counter()
@@ -156,7 +156,7 @@ PLACED = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans()
 @settings(max_examples=100)
 @given(st.integers(1, 6), PLACED)
 def test_chunks_run_where_most_is_free_or_where_their_kv_is(ranks, placed):
-    it, running, homes = RankPlacement(ranks, 100), [], {}
+    it, running, homes = RankPlacement.of(ranks, 100), [], {}
     for request, blocks, ends in placed:
         if ends and running:
             it.end(*running.pop(0))
@@ -175,7 +175,7 @@ def test_chunks_run_where_most_is_free_or_where_their_kv_is(ranks, placed):
 
 def test_homes_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("seer.common.policy.ranks.KEPT_HOMES", 2)
-    it = RankPlacement(2, 100)
+    it = RankPlacement.of(2, 100)
     for name in ("a", "b", "c"):
         it.end(it.place(name, 1), 1)
-    assert set(it._homes) == {"b", "c"}
+    assert set(it.homes) == {"b", "c"}
