@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -172,6 +172,14 @@ class Backend(Protocol):
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step; may block for the step's duration."""
+        ...
+
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """Do what can be done of `load_weights` while chunks run: called in a thread of its own.
+
+        Until the next load, or a call with None, this may take the model's memory once more. `stop()`: it is
+        not needed any more. Whatever goes wrong, `load_weights` does all by itself.
+        """
         ...
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:

@@ -127,6 +127,10 @@ class Driver(ABC):
         """Drop the draft trees of groups."""
         self.tell(lambda: self._backend.forget(group_ids))
 
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """Prepare a load beside the backend's steps; blocks: see `Backend.lay_out_weights`."""
+        self._backend.lay_out_weights(folder, digest, stop)
+
     async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights; drop all chunks before."""
         await self.call(lambda: self._backend.load_weights(folder, digest, base))

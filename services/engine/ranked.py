@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -179,6 +179,9 @@ class RankedBackend:
         self._tell_all(Forget(list(group_ids)))
 
     # --- weights and memory ----------------------------------------------------------------
+
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """See `Backend.lay_out_weights`; nothing is."""
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""

@@ -31,6 +31,10 @@ class Loading(ReplayBackend):
         super().__init__(REPLAY, Config().shared)
         self.loaded, self.rests, self.broken, self.meanwhile = [], [], False, lambda: None
         self.received = []
+        self.laid_out = []
+
+    def lay_out_weights(self, folder, digest, stop):
+        self.laid_out.append((folder, digest))
 
     def receive_weights(self, folder, engine, digest):
         self.received.append((folder, engine, digest))
@@ -191,6 +195,35 @@ async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_pa
         await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 3)
         assert [bool(said.problem) for said in buffer.heard(wire.WeightsLoaded)] == [True, False, True]
         assert backend.loaded == [(first, digest)]
+
+
+@virtual
+async def test_what_was_checked_is_laid_out_for_its_load_and_for_no_other(tmp_path):
+    first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
+    digests = [read_manifest(each).digest for each in (first, other)]
+    forgotten, backend = (None, ""), Loading()
+    async with engine(backend=backend) as (buffer, *_):
+
+        async def laid_out(*orders):
+            said, backend.laid_out = len(buffer.said), []
+            for order in orders:
+                await buffer.send(order)
+            await eventually(lambda: len(buffer.said) == said + len(orders))
+            await asyncio.sleep(1)
+            return backend.laid_out
+
+        backend.meanwhile = lambda: backend.laid_out.append("loaded")
+        expected = [(first, digests[0]), "loaded", forgotten]
+        assert await laid_out(prepare(1, first), load(1, first)) == expected
+        assert await laid_out(load(2, other)) == ["loaded"]  # it was never prepared
+        assert await laid_out(prepare(3, first)) == [(first, digests[0])]
+        (first / "model.safetensors").touch()
+        assert await laid_out(load(3, first)) == [forgotten, "loaded"]
+        assert await laid_out(prepare(4, other), prepare(5, folder(tmp_path / "wide", 1.0, (9, 9)))) == [
+            (other, digests[1]), (tmp_path / "wide", read_manifest(tmp_path / "wide").digest)
+        ]  # fmt: skip
+        await buffer.send(wire.DiscardWeights(version=5, call_id=5))
+        await eventually(lambda: backend.laid_out[-1] == forgotten)
 
 
 @virtual

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,6 +244,9 @@ class ReplayBackend:
     def bind_weights(self, digest: str) -> None:
         """Note the digest of the model that it is started with; no KV is shared."""
         self._model_digest = digest
+
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """See `Backend.lay_out_weights`; nothing is."""
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`: other weights give other responses."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -307,12 +307,16 @@ class VllmBackend:
             settings = self._config.vllm.texts()
             self._sharing.bind(f"{digest} {settings}" if digest and settings else digest)
 
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """See `Backend.lay_out_weights`."""
+        self.core.lay_out_weights(folder, digest, stop)
+
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
         if base is not None and self.capacity.image_tokens:
             raise EngineError("adapters of models with images were not proved: update to whole weights")
         self._forget_weights()
-        self.core.load_weights(self._folders(folder), adapter=base is not None)
+        self.core.load_weights(self._folders(folder), digest, adapter=base is not None)
         self.bind_weights(digest)
 
     def receive_weights(self, folder: Path, engine: str, digest: str) -> None:

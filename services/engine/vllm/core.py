@@ -8,8 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -18,6 +19,8 @@ from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.detokenizer import Detokenizer
 from seer.common.errors import EngineBroken, EngineError
 from seer.common.image_models import ImageModel
+from seer.common.process.log import get_logger
+from seer.common.process.memory_limit import free_bytes
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
@@ -40,6 +43,15 @@ if TYPE_CHECKING:
     from seer.services.engine.backend import Routes
 
 
+LAID_OUT_ROOM = 4
+"""Free memory, in sizes of a model, to lay one out: that takes up to two, and other engines do so, too."""
+
+USED = "used"
+"""In place of the digest of what is laid out: it is live now, and what was live before takes its memory."""
+
+_log = get_logger()
+
+
 class CoreHandle:
     """A loaded engine core; call `describe` before anything but `close`.
 
@@ -53,6 +65,7 @@ class CoreHandle:
         self._rpc_seconds = rpc_seconds
         self.scratch: list[int] = []
         self.held_length: int | None = None
+        self._laid_out = ""  # the digest of the weights that are
 
     def describe(
         self, shared: SharedConfig, drafts: DraftsConfig | None, images: ImageModel | None = None
@@ -275,13 +288,43 @@ class CoreHandle:
 
     # --- weights and memory --------------------------------------------------------------
 
-    def load_weights(self, folders: Sequence[str], *, adapter: bool = False) -> None:
+    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+        """See `Backend.lay_out_weights`; on CPUs with one rank, for which this was measured and proved."""
+        self._forget_laid_out()
+        config = self.engine_core.vllm_config
+        if (
+            folder is None
+            or config.device_config.device_type != "cpu"
+            or config.parallel_config.world_size > 1
+        ):
+            return
+        try:
+            size = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+            why = f"{LAID_OUT_ROOM} times their {size} bytes of memory are not free"
+            if free_bytes() >= LAID_OUT_ROOM * size:
+                why = self.rpc("seer_lay_out", folder=str(folder), stop=stop)[0]
+        except Exception as error:  # noqa: BLE001 - vLLM's may be any; the load will say it again
+            why = str(error)[:MAX_VLLM_TEXT]
+        self._laid_out = "" if why else digest
+        _log.debug("weights are laid out", before_the_pause=not why, why=why)
+
+    def _forget_laid_out(self) -> None:
+        if self._laid_out:
+            self._laid_out = ""
+            self.rpc("seer_forget_laid_out")
+
+    def load_weights(self, folders: Sequence[str], digest: str, *, adapter: bool = False) -> None:
         """Load weights in place: the KV cache's memory and all settings stay. Raises `EngineError`.
 
         `folders`: where each node has them, or an adapter for the model that the engine was started with.
         """
         try:
-            self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
+            if digest and digest == self._laid_out:
+                self._laid_out = USED
+                self.rpc("seer_use_laid_out")
+            else:
+                self._forget_laid_out()
+                self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
         except Exception as error:
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self._reset_caches()

@@ -40,6 +40,7 @@ from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.expert_routes import ExpertRoutes
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
+from seer.services.engine.vllm.laid_out import LaidOut, problem
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.sampler import sample_rows
@@ -76,6 +77,7 @@ class SeerWorker:
     seer_memory: CpuSleep
     seer_blocks: FreshBlocks
     seer_base: str
+    seer_laid_out: LaidOut | None = None
 
     def seer_profile_largest_batch(self, max_draft: int, routed_experts: bool) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
@@ -165,6 +167,27 @@ class SeerWorker:
         except EngineError as error:
             return str(error)
         return ""
+
+    def seer_lay_out(self, folder: str, stop: Callable[[], bool]) -> str:
+        """Lay weights out for `seer_use_laid_out` while others generate; return why not, if so."""
+        model = self.model_runner.get_model()
+        if why := problem(model):
+            return why
+        self.seer_laid_out = LaidOut(self.vllm_config, model, folder, stop)
+        return ""
+
+    def seer_forget_laid_out(self) -> None:
+        """Free the memory of what is laid out."""
+        self.seer_laid_out = None
+
+    def seer_use_laid_out(self) -> None:
+        """Load what is laid out, as `seer_load_weights` would; forget it once there is time to."""
+        if self.seer_laid_out is None:
+            raise EngineError("no weights are laid out")
+        self.seer_laid_out.use()
+        self.model_runner.reset_lora_state()  # as `reload_weights` does
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
 
     def seer_load_weights(self, folders: list[str]) -> None:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""

@@ -92,10 +92,10 @@ class WeightChecker:
         self.checked = CheckedWeights(source, found.digest, (*found.stamps, *others))
         self._hashes = source, found.hashes
 
-    async def loaded(self) -> None:
+    def loaded(self) -> None:
         """Note that what was checked last is live: a delta to it may follow."""
         self._live_hashes = self._hashes
-        await self._fetcher.loaded()
+        self._fetcher.loaded()
 
     async def close(self) -> None:
         """Delete everything that was copied."""

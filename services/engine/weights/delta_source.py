@@ -40,7 +40,7 @@ class DeltaSource:
             self.copy = Copy(self._delta.name, size)
             await asyncio.to_thread(self.copy.begin, "set TMPDIR to a larger disk")
             await fetch(self.copy, self._holders(self.copy), self._delta)
-            await _until_done(asyncio.to_thread(self._make, self.copy, blob, stop.is_set), stop)
+            await until_done(asyncio.to_thread(self._make, self.copy, blob, stop.is_set), stop)
         except OSError as error:
             raise ValueError(str(error)) from error
         self.made = True
@@ -55,8 +55,8 @@ class DeltaSource:
         apply(self._base.file, delta.file, blob.file, self._base.name, stop)
 
 
-async def _until_done(work: Awaitable[None], stop: threading.Event) -> None:
-    """Wait for a thread's work, also when cancelled: it writes into a file that is deleted then."""
+async def until_done(work: Awaitable[None], stop: threading.Event) -> None:
+    """Wait for a thread's work, also when cancelled: it uses a file that is deleted then."""
     job = asyncio.ensure_future(work)
     try:
         await asyncio.shield(job)

@@ -69,6 +69,7 @@ class WeightFetcher:
         self._copied = ""
         self._keep = False
         self._kept: Copy | None = None
+        self._outdated: Copy | None = None
         self._delta: DeltaSource | None = None
         self._delta_file: Path | None = None
 
@@ -101,9 +102,9 @@ class WeightFetcher:
             await self._forget()
         return bool(senders) or made
 
-    async def loaded(self) -> None:
+    def loaded(self) -> None:
         """Keep the present copy if deltas to it may follow, or peers take it, in place of the one before."""
-        await self._forget()
+        self._outdated, self._kept = self._kept, None
         of_use = self._keep or (self._peers is not None and self._peers.serving)
         if of_use and self._copied.startswith(wire.SPOOL_SCHEME):
             self._kept, self._copy, self._copied = self._copy, None, ""
@@ -156,10 +157,10 @@ class WeightFetcher:
             raise InvalidField("source", source, str(error)) from error
 
     async def discard(self) -> None:
-        """Delete the copy, if there is one; cancelling this does not keep it from being deleted."""
+        """Delete the copy, and the one before that is kept; cancelling this does not keep them from that."""
         delta, self._delta, self._delta_file = self._delta, None, None
-        copies = self._copy, delta.copy if delta is not None else None
-        self._copy, self._copied = None, ""
+        copies = self._copy, delta.copy if delta is not None else None, self._outdated
+        self._copy, self._copied, self._outdated = None, "", None
         for copy in copies:
             await self._delete(copy)
 

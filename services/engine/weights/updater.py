@@ -1,10 +1,11 @@
 """New weights for one engine, and sleep: a buffer's orders, carried out one after the other.
 
 Invariants (tests/unit/test_engine_orders.py asserts them):
-- new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
-  load, or sleep at level 2, the engine has no weights, and runs nothing, until another load succeeds;
+- new weights are checked, and laid out for the load, while the live ones generate, and loaded while nothing
+  runs; after a failed load, or sleep at level 2, the engine has no weights, and runs nothing, until another
+  load succeeds;
 - weights are loaded only while their memory is awake; that of the KV cache may sleep;
-- only what was checked is loaded (`checker.py`);
+- only what was checked is loaded (`checker.py`), also if it was laid out before;
 - weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
   engine that does not receive all of them by `engine.in_place_seconds` ends;
 - an adapter is merged into the model that the engine was started with, whatever is live;
@@ -17,6 +18,7 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +31,8 @@ from seer.common.types import Capacity
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
-from seer.services.engine.weights.checker import WeightChecker
+from seer.services.engine.weights.checker import CheckedWeights, WeightChecker
+from seer.services.engine.weights.delta_source import until_done
 from seer.services.engine.weights.fetcher import Send, WeightFetcher
 from seer.services.engine.weights.holders import Peers
 
@@ -88,6 +91,7 @@ class WeightUpdater:
         self._engine = engine
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
+        self._laid_out: CheckedWeights | None = None
         self._cancelled_call_id = 0
         self._rejoins = 0
         self._name, self._in_place_seconds = name, in_place_seconds
@@ -156,6 +160,10 @@ class WeightUpdater:
                     self._engine.answer(answer)
             elif before != (self.live, self.sleeping):
                 self._engine.register_again()
+            if isinstance(order, wire.LoadWeights):
+                await (
+                    self._discard()
+                )  # files of the model's size take the disk a while: nobody waits for that
 
     async def close(self) -> None:
         """Delete what was copied."""
@@ -166,7 +174,7 @@ class WeightUpdater:
             case wire.PrepareWeights():
                 return await self._prepare_unless_cancelled(order)
             case wire.DiscardWeights():
-                await self.checker.discard()
+                await self._discard()
                 return None
             case wire.LoadWeights():
                 return await self._load(order)
@@ -181,7 +189,7 @@ class WeightUpdater:
             await asyncio.wait([self._preparing])
             if not self._preparing.cancelled():
                 return self._preparing.result()
-            await self.checker.discard()
+            await self._discard()
             return None
         finally:
             self._preparing.cancel()
@@ -193,11 +201,25 @@ class WeightUpdater:
             found = await self.checker.check(order.source, order.holders, order.digest)
             answer.digest = found.digest
             answer.problem = self.checker.differences(order.source, found)
+            if not (answer.problem or is_in_place(order.source) or is_adapter(order.source)):
+                await self._lay_out(await self.checker.folder(order.source), found.digest)
         except SeerError as error:
             answer.problem = str(error)
         if answer.problem:
-            await self.checker.discard()
+            await self._discard()
         return answer
+
+    async def _lay_out(self, folder: Path | None, digest: str = "") -> None:
+        """Have the backend do what it can of a load; without a folder: forget that, if it did."""
+        if folder is None and self._laid_out is None:
+            return
+        self._laid_out, stop = self.checker.checked if folder is not None else None, threading.Event()
+        work = asyncio.to_thread(self._driver.lay_out_weights, folder, digest, stop.is_set)
+        await until_done(work, stop)
+
+    async def _discard(self) -> None:
+        await self._lay_out(None)
+        await self.checker.discard()
 
     async def _load(self, order: wire.LoadWeights) -> wire.WeightsLoaded:
         rejoins = self._rejoins
@@ -211,21 +233,21 @@ class WeightUpdater:
             folder = await self.checker.checked_folder(order.source, order.digest, order.holders)
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
+            if self._laid_out is not self.checker.checked:  # files were written since, and read again
+                await self._lay_out(None)
             self.live, self.dropped = LiveWeights(version=UNDEFINED), None
             await self._replace(order, folder)
             if await self.checker.changed(folder):
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
-            await self.checker.loaded()
+            self.checker.loaded()
         except EngineBroken as error:
             answer.problem = str(error)
             self._engine.answer(answer)
             raise
         except SeerError as error:
             answer.problem = str(error)
-        finally:
-            await self.checker.discard()
         return answer
 
     async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:

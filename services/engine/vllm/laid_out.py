@@ -1,0 +1,136 @@
+"""A model's next weights, laid out for vLLM's kernels while the present ones generate.
+
+vLLM lays weights out while it loads them: of each layer it fills new memory, packs that for the processor,
+and copies the result over the live weights. `LaidOut` has vLLM do so beforehand, in a twin of the model:
+modules that share all with the live ones but parameters, buffers, and what a load sets. What is left for the
+pause is to copy the twin's parameters, and to take what its load has set, as weights packed for oneDNN.
+
+Invariants (tests/e2e/test_laid_out.py):
+- until `use`, nothing that the live model reads is written;
+- afterwards the model is, bit for bit, what vLLM's own load makes of the same folder;
+- a model of which a part may keep weights elsewhere is refused by name: `problem`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from seer.services.engine.vllm.weight_reload import reloading
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+_TABLES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+"""What modules hold their tensors and parts in."""
+
+
+def problem(model: torch.nn.Module) -> str:
+    """Return what in a model keeps a twin from being made; empty: nothing."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for module in model.modules():
+        method = type(getattr(module, "quant_method", None))
+        if method not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return f"{type(module).__name__} has {method.__name__}"  # its state may be shared with the twin
+        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+            return f"{type(module).__name__} lays out weights by itself"
+    return ""
+
+
+class LaidOut:
+    """The weights in `folder` for a `model` without a `problem`. Raises `EngineError`, or vLLM's own errors.
+
+    `stop`: whether they are not needed any more; then a `ValueError`.
+    """
+
+    def __init__(
+        self, config: VllmConfig, model: torch.nn.Module, folder: str, stop: Callable[[], bool]
+    ) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+        self._live = list(model.modules())
+        self._twins = _twins(self._live)
+        model_config = copy.copy(config.model_config)
+        model_config.model, model_config.model_weights, model_config.revision = folder, "", None
+        weights = get_model_loader(config.load_config).get_all_weights(model_config, self._twins[0])
+        with set_current_vllm_config(config):
+            reloading(
+                reload_weights, vllm_config=config, model=self._twins[0], weights_path=None,
+                weights_iterator=_until(stop, weights), is_checkpoint_format=True,
+            )  # fmt: skip
+
+    def use(self) -> None:
+        """Make them the live ones; the twin then holds what was live, and to free that may wait."""
+        new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied tensors once
+        for live, twin in zip(self._live, self._twins, strict=True):
+            for table in ("_parameters", "_buffers"):
+                mine, theirs = vars(live)[table], vars(twin)[table]
+                new |= {id(each): (each, theirs[name]) for name, each in mine.items() if each is not None}
+            have, made = vars(live), vars(twin)
+            for key in made.keys() - _TABLES:
+                have[key], made[key] = made[key], have.get(key)
+        for tensor, values in new.values():
+            tensor.data.copy_(values.data)
+
+
+def _until(stop: Callable[[], bool], weights: Iterator[Any]) -> Iterator[Any]:
+    for each in weights:
+        if stop():
+            raise ValueError("the update was cancelled")
+        yield each
+
+
+def _twins(live: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return a twin of each module of a model; tied tensors are tied in the twins, too."""
+    twins = {module: copy.copy(module) for module in live}
+    memory: dict[int, torch.Tensor] = {}
+    for module, twin in twins.items():
+        vars(twin).update({table: copy.copy(vars(module)[table]) for table in _TABLES})
+        for table in (twin._parameters, twin._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in memory:
+                        memory[id(tensor)] = _own_loader(tensor.data.clone(), tensor, module, twin)
+                    table[name] = memory[id(tensor)]
+        for name, part in twin._modules.items():
+            if part is not None:
+                twin._modules[name] = twins[part]
+        _share_metadata(module, twin)
+    return list(twins.values())
+
+
+def _own_loader(
+    other: torch.Tensor, tensor: torch.Tensor, module: torch.nn.Module, twin: torch.nn.Module
+) -> torch.Tensor:
+    """Have what loads a tensor of a module load the `other` one, of its twin."""
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+    other.__class__, other.__dict__ = tensor.__class__, tensor.__dict__.copy()
+    if hasattr(tensor, "weight_loader"):
+        other.weight_loader = layerwise._get_original_loader(tensor)  # vLLM leaves its wrapper there
+    for key, value in vars(other).items():
+        if isinstance(value, MethodType) and value.__self__ in (module, layer_ref_sentinel):
+            vars(other)[key] = MethodType(value.__func__, twin)
+    return other
+
+
+def _share_metadata(module: torch.nn.Module, twin: torch.nn.Module) -> None:
+    """Let vLLM know of a twin what it noted of the module at the first load, with loaders of the twin's."""
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+    info = layerwise.get_layerwise_info(module)
+    parameters, buffers = (
+        {name: _own_loader(each.data.to("meta"), each, module, twin) for name, each in table.items()}
+        for table in info.restore_metadata
+    )
+    layerwise.LAYERWISE_INFO[twin] = LayerReloadingInfo((parameters, buffers), info.restore_device)

@@ -1,0 +1,141 @@
+"""Weights that are laid out while others generate: the same model as after vLLM's own load, and no token else."""
+
+import importlib.util
+import threading
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+import torch
+from engine_cases import BASE, chunk, engine_of, one_go, run
+from shared_engines import MODEL, changed_model
+from tiny_families import tiny
+from transformers import LlamaForCausalLM
+
+from seer.services.engine.vllm import core
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(1, 30))
+
+
+def lay_out(backend, folder, digest, stop=lambda: False):
+    """Return whether weights were laid out."""
+    backend.lay_out_weights(folder, digest, stop)
+    return backend.core._laid_out == digest != ""
+
+
+def state(backend):
+    """Return the bits of all tensors of the live model, and what each packed layer makes of an input."""
+    worker = backend.core.engine_core.model_executor.driver_worker.worker
+    found = {}
+    for name, module in worker.model_runner.get_model().named_modules():
+        for part, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None:
+                found[name, part] = tensor.detach().clone()
+        if (packed := vars(module).get("cpu_linear")) is not None:
+            width = getattr(module, "input_size_per_partition", 0) or module.embedding_dim
+            given = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+            found[name, "packed"] = packed(given, getattr(module, "weight", None), None)
+    return found
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def with_biases(folder, scale):
+    """Write a tiny Llama whose attention has biases: vLLM keeps those through a load."""
+    config = tiny("llama").config
+    config.attention_bias = True
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn_like(tensor) * 0.02).mul_(scale)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((MODEL / file).read_bytes())
+    return folder
+
+
+def test_biases_are_laid_out_as_well(tmp_path):
+    old, new = with_biases(tmp_path / "old", 1.0), with_biases(tmp_path / "new", 1.1)
+    with engine_of(old, kv_blocks=40) as backend:
+        backend.load_weights(new, "new")
+        expected = state(backend)
+        assert any(part == "bias" for _, part in expected)
+        backend.load_weights(old, "old")
+        assert not equal(state(backend), expected)
+        assert lay_out(backend, new, "new")
+        backend.load_weights(new, "new")
+        assert equal(state(backend), expected)
+
+
+def test_weights_are_laid_out_while_others_generate(tmp_path, monkeypatch):
+    new = changed_model(tmp_path / "new")
+    with engine_of(MODEL, kv_blocks=100) as backend:
+        before, first = one_go(backend, BASE, prompt=PROMPT), state(backend)
+        backend.load_weights(new, "new")
+        after, second = one_go(backend, BASE, prompt=PROMPT), state(backend)
+        backend.load_weights(MODEL, "old")
+        assert equal(state(backend), first)
+
+        for _ in range(3):
+            work = threading.Thread(target=backend.lay_out_weights, args=(new, "new", lambda: False))
+            work.start()
+            for round_ in range(40):
+                chunks = [chunk(f"{round_} {each}", BASE, prompt=PROMPT) for each in range(4)]
+                for response in run(backend, chunks).values():
+                    assert response.tokens == before.tokens
+                if not work.is_alive() and round_:
+                    break
+            work.join()
+            assert equal(state(backend), first)
+            assert backend.core._laid_out == "new"
+            loads = count_loads(backend, monkeypatch)
+            backend.load_weights(new, "new")
+            assert not loads
+            assert equal(state(backend), second)
+            assert one_go(backend, BASE, prompt=PROMPT).tokens == after.tokens
+            backend.load_weights(new, "new")  # what is laid out is used once
+            assert loads
+            assert equal(state(backend), second)
+            loads.clear()
+            assert lay_out(backend, MODEL, "old")
+            backend.load_weights(MODEL, "old")
+            assert not loads
+            assert equal(state(backend), first)
+            monkeypatch.undo()
+
+        # What is no longer needed, or has no room, or is of another digest, is loaded by vLLM in the pause.
+        assert not lay_out(backend, new, "new", stop=lambda: True)
+        assert lay_out(backend, new, "new")
+        backend.lay_out_weights(None, "", lambda: False)
+        assert backend.core.rpc("seer_forget_laid_out") == [None]
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "free_bytes", lambda: 2**20)
+            assert not lay_out(backend, new, "new")
+        assert not lay_out(backend, tmp_path, "none")
+        assert lay_out(backend, new, "another")
+        loads = count_loads(backend, monkeypatch)
+        backend.load_weights(MODEL, "old")
+        assert loads
+        assert equal(state(backend), first)
+        assert lay_out(backend, new, "new")
+        backend.load_weights(new, "new")
+        assert equal(state(backend), second)
+
+
+def count_loads(backend, monkeypatch):
+    """Return a list that grows with each load by vLLM."""
+    loads, rpc = [], backend.core.rpc
+
+    def counted(method, **arguments):
+        loads.extend([method] * (method == "seer_load_weights"))
+        return rpc(method, **arguments)
+
+    monkeypatch.setattr(backend.core, "rpc", counted)
+    return loads
