@@ -198,13 +198,16 @@ async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_pa
 
 
 @virtual
-async def test_what_was_checked_is_laid_out_for_its_load_and_for_no_other(tmp_path):
+async def test_what_was_checked_is_laid_out_while_chunks_run_for_its_load_and_for_no_other(tmp_path):
     first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
     digests = [read_manifest(each).digest for each in (first, other)]
     forgotten, backend = (None, ""), Loading()
-    async with engine(backend=backend) as (buffer, *_):
+    async with engine(backend=backend) as (buffer, server, *_):
 
-        async def laid_out(*orders):
+        async def laid_out(*orders, chunks=1):
+            for number in range(chunks):
+                await buffer.run(number, new=500)
+            await eventually(lambda: len(server.running) == chunks)
             said, backend.laid_out = len(buffer.said), []
             for order in orders:
                 await buffer.send(order)
@@ -213,16 +216,17 @@ async def test_what_was_checked_is_laid_out_for_its_load_and_for_no_other(tmp_pa
             return backend.laid_out
 
         backend.meanwhile = lambda: backend.laid_out.append("loaded")
+        assert await laid_out(prepare(1, other), load(1, other), chunks=0) == ["loaded"]
         expected = [(first, digests[0]), "loaded", forgotten]
-        assert await laid_out(prepare(1, first), load(1, first)) == expected
-        assert await laid_out(load(2, other)) == ["loaded"]  # it was never prepared
-        assert await laid_out(prepare(3, first)) == [(first, digests[0])]
+        assert await laid_out(prepare(2, first), load(2, first)) == expected
+        assert await laid_out(load(3, other)) == ["loaded"]  # it was never prepared
+        assert await laid_out(prepare(4, first)) == [(first, digests[0])]
         (first / "model.safetensors").touch()
-        assert await laid_out(load(3, first)) == [forgotten, "loaded"]
-        assert await laid_out(prepare(4, other), prepare(5, folder(tmp_path / "wide", 1.0, (9, 9)))) == [
+        assert await laid_out(load(4, first)) == [forgotten, "loaded"]
+        assert await laid_out(prepare(5, other), prepare(6, folder(tmp_path / "wide", 1.0, (9, 9)))) == [
             (other, digests[1]), (tmp_path / "wide", read_manifest(tmp_path / "wide").digest)
         ]  # fmt: skip
-        await buffer.send(wire.DiscardWeights(version=5, call_id=5))
+        await buffer.send(wire.DiscardWeights(version=6, call_id=6))
         await eventually(lambda: backend.laid_out[-1] == forgotten)
 
 

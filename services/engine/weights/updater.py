@@ -1,9 +1,9 @@
 """New weights for one engine, and sleep: a buffer's orders, carried out one after the other.
 
 Invariants (tests/unit/test_engine_orders.py asserts them):
-- new weights are checked, and laid out for the load, while the live ones generate, and loaded while nothing
-  runs; after a failed load, or sleep at level 2, the engine has no weights, and runs nothing, until another
-  load succeeds;
+- new weights are checked while the live ones generate, and laid out for the load if any chunk runs; they are
+  loaded while nothing runs; after a failed load, or sleep at level 2, the engine has no weights, and runs
+  nothing, until another load succeeds;
 - weights are loaded only while their memory is awake; that of the KV cache may sleep;
 - only what was checked is loaded (`checker.py`), also if it was laid out before;
 - weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
@@ -161,9 +161,7 @@ class WeightUpdater:
             elif before != (self.live, self.sleeping):
                 self._engine.register_again()
             if isinstance(order, wire.LoadWeights):
-                await (
-                    self._discard()
-                )  # files of the model's size take the disk a while: nobody waits for that
+                await self._discard()  # takes as long as the disk does: nobody waits for that
 
     async def close(self) -> None:
         """Delete what was copied."""
@@ -201,7 +199,10 @@ class WeightUpdater:
             found = await self.checker.check(order.source, order.holders, order.digest)
             answer.digest = found.digest
             answer.problem = self.checker.differences(order.source, found)
-            if not (answer.problem or is_in_place(order.source) or is_adapter(order.source)):
+            whole = not (is_in_place(order.source) or is_adapter(order.source))
+            if (
+                whole and not answer.problem and self._engine.running
+            ):  # else a load takes as long, and less memory
                 await self._lay_out(await self.checker.folder(order.source), found.digest)
         except SeerError as error:
             answer.problem = str(error)
