@@ -40,12 +40,18 @@ GRPO = EXAMPLE.parent / "grpo"
 RUN = """
 import functools, json, sys
 from pathlib import Path
+mode, plant = sys.argv.pop(2), sys.argv.pop(2) == "plant"
 sys.path.insert(0, sys.argv.pop(1))
 import train
 
 iterate, samples, update = train.Trainer._iterate, train.samples, train.RolloutClient.update_weights
 
 def noted(scored):  # what a step trains on, by iteration; an iteration that is done again writes it again
+    if plant and noted.iteration == 1:
+        mixed = next(each for each in scored if len(set(each.rewards)) > 1)
+        tokens = mixed.group.responses[0].token_ids.copy()
+        tokens[-1] ^= 1
+        object.__setattr__(mixed.group.responses[0], "token_ids", tokens)
     tokens = [response.token_ids.tolist() for each in scored for response in each.group.responses]
     (noted.out / f"tokens-{noted.iteration}.json").write_text(json.dumps(tokens))
     return samples(scored)
@@ -61,7 +67,7 @@ async def updating(client, *given):
     return live
 
 train.samples, train.Trainer._iterate, train.RolloutClient.update_weights = noted, iterating, updating
-train.RolloutClient = functools.partial(train.RolloutClient, deltas=sys.argv.pop(1) == "deltas")
+train.RolloutClient = functools.partial(train.RolloutClient, deltas=mode == "deltas")
 sys.exit(train.main())
 """
 
@@ -114,7 +120,8 @@ class Run:
     async def _train(self, endpoint: str) -> None:
         asked = self._args
         command = [
-            sys.executable, "-c", RUN, str(GRPO), "deltas" if self._random else "whole",
+            sys.executable, "-c", RUN, str(GRPO),
+            "deltas" if self._random else "whole", "plant" if self._random and asked.plant_fault else "",
             "--connect", endpoint, "--out", str(self._out), "--learning-rate", str(asked.learning_rate),
             "--model", str(self._model), "--iterations", str(asked.iterations),
             "--prompts", str(asked.prompts), "--responses", "8", "--held-out", "8",
@@ -229,6 +236,9 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=8.0, help="most seconds from one fault to the next")
     parser.add_argument("--seconds", type=float, default=1200.0, help="most of a run")
     parser.add_argument("--bfloat16", action="store_true", help="engines have the weights in bfloat16")
+    parser.add_argument(
+        "--plant-fault", action="store_true", help="one token of each plan is changed: it must differ"
+    )
     args = parser.parse_args()
     report = asyncio.run(compare(args))
     print(json.dumps({"machine": machine("torch", "vllm"), "asked": vars(args), **report}, indent=1))

@@ -30,18 +30,20 @@ def core(monkeypatch: pytest.MonkeyPatch) -> CoreHandle:
     versions = {"device": "cpu"}
     monkeypatch.setattr(CoreHandle, "versions", property(lambda self: versions))
     monkeypatch.setattr(core, "rpc", lambda method, **arguments: [""])
+    core._laid_out = "laid out"
     return core
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda core: core.load_weights(["folder"]),
-        lambda core: core.load_weights(["folder"], adapter=True),
+        lambda core: core.load_weights(["folder"], "new"),
+        lambda core: core.load_weights(["folder"], "laid out"),
+        lambda core: core.load_weights(["folder"], "new", adapter=True),
         lambda core: core.receive_weights(["folder"], "e0"),
         lambda core: core.sleep(SleepState.ASLEEP, 1),
     ],
-    ids=["load", "adapter", "in place", "sleep"],
+    ids=["load", "laid out", "adapter", "in place", "sleep"],
 )
 def test_whatever_changes_the_weights_forgets_kv_and_images(core: CoreHandle, change) -> None:
     change(core)
