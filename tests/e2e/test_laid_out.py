@@ -1,7 +1,9 @@
 """Weights that are laid out while others generate: the same model as after vLLM's own load, and no token else."""
 
+import gc
 import importlib.util
 import threading
+from types import FunctionType
 
 import pytest
 
@@ -127,6 +129,37 @@ def test_weights_are_laid_out_while_others_generate(tmp_path, monkeypatch):
         assert lay_out(backend, new, "new")
         backend.load_weights(new, "new")
         assert equal(state(backend), second)
+
+
+def test_no_weights_are_left_once_they_are_loaded_or_not_needed(tmp_path):
+    new = changed_model(tmp_path / "new")
+    with engine_of(MODEL, kv_blocks=40) as backend:
+        backend.load_weights(new, "")  # so that vLLM's own first load is over
+        gc.collect()
+        gc.disable()  # an engine's collector looks at what lives on once a minute, if at all
+        try:
+            before = packed_layers()
+            assert before
+            for folder, digest in ((MODEL, "old"), (new, "new")):
+                assert lay_out(backend, folder, digest)
+                assert packed_layers() == 2 * before
+                backend.load_weights(folder, digest)
+                backend.lay_out_weights(None, "", lambda: False)
+                assert packed_layers() == before
+            calls = iter(range(99))
+            assert not lay_out(backend, MODEL, "old", stop=lambda: next(calls) == 20)
+            assert packed_layers() == before
+            assert lay_out(backend, MODEL, "old")
+            backend.load_weights(new, "another")
+            assert packed_layers() == before
+        finally:
+            gc.enable()
+
+
+def packed_layers():
+    """Return how many layers' weights are packed by vLLM for its kernels: each is a function's."""
+    made = (each for each in gc.get_objects() if isinstance(each, FunctionType))
+    return sum(each.__qualname__.startswith("dispatch_cpu_unquantized_gemm.") for each in made)
 
 
 def count_loads(backend, monkeypatch):

@@ -8,7 +8,8 @@ pause is to copy the twin's parameters, and to take what its load has set, as we
 Invariants (tests/e2e/test_laid_out.py):
 - until `use`, nothing that the live model reads is written;
 - afterwards the model is, bit for bit, what vLLM's own load makes of the same folder;
-- a model of which a part may keep weights elsewhere is refused by name: `problem`.
+- a model of which a part may keep weights elsewhere is refused by name: `problem`;
+- after `free`, or an error, no memory is left of them, without a garbage collection.
 """
 
 from __future__ import annotations
@@ -44,20 +45,28 @@ def problem(model: torch.nn.Module) -> str:
 
 
 class LaidOut:
-    """The weights in `folder` for a `model` without a `problem`. Raises `EngineError`, or vLLM's own errors.
+    """The weights in `folder` for a `model` without a `problem`; `free` them in the end.
 
-    `stop`: whether they are not needed any more; then a `ValueError`.
+    `stop`: whether they are not needed any more; then a `ValueError`. Raises `EngineError`, or vLLM's own
+    errors.
     """
 
     def __init__(
         self, config: VllmConfig, model: torch.nn.Module, folder: str, stop: Callable[[], bool]
     ) -> None:
+        self._live = list(model.modules())
+        self._twins = _twins(self._live)
+        try:
+            self._load(config, folder, stop)
+        except BaseException:
+            self.free()
+            raise
+
+    def _load(self, config: VllmConfig, folder: str, stop: Callable[[], bool]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
         from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-        self._live = list(model.modules())
-        self._twins = _twins(self._live)
         model_config = copy.copy(config.model_config)
         model_config.model, model_config.model_weights, model_config.revision = folder, "", None
         weights = get_model_loader(config.load_config).get_all_weights(model_config, self._twins[0])
@@ -79,6 +88,14 @@ class LaidOut:
                 have[key], made[key] = made[key], have.get(key)
         for tensor, values in new.values():
             tensor.data.copy_(values.data)
+
+    def free(self) -> None:
+        """Free what the twin holds: its loaders, and vLLM's notes, refer to its modules."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for twin in self._twins:
+            LAYERWISE_INFO.pop(twin, None)
+            vars(twin).clear()
 
 
 def _until(stop: Callable[[], bool], weights: Iterator[Any]) -> Iterator[Any]:

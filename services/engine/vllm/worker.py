@@ -178,7 +178,9 @@ class SeerWorker:
 
     def seer_forget_laid_out(self) -> None:
         """Free the memory of what is laid out."""
-        self.seer_laid_out = None
+        if self.seer_laid_out is not None:
+            self.seer_laid_out.free()
+            self.seer_laid_out = None
 
     def seer_use_laid_out(self) -> None:
         """Load what is laid out, as `seer_load_weights` would; forget it once there is time to."""
