@@ -123,14 +123,14 @@ class Fleet(Mapping[str, InstanceView]):
             self.chunks -= instance.chunks
         self._rebuild()
 
-    def reserve(self, name: str, blocks: int, request_id: str = "") -> None:
+    def reserve(self, name: str, blocks: int, request_id: str) -> None:
         """Reserve blocks for one more chunk, of a request that runs nowhere."""
         instance = self._views[name]
         if instance.ranks is not None:
             instance.placed[request_id] = instance.ranks.place(request_id, blocks)
         self._count(instance, 1, blocks)
 
-    def release(self, name: str, blocks: int, request_id: str = "") -> None:
+    def release(self, name: str, blocks: int, request_id: str) -> None:
         """Release what one chunk had reserved."""
         instance = self._views[name]
         if instance.ranks is not None:

@@ -10,8 +10,8 @@ Invariants (tests/unit/test_spool_folder.py):
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
+import functools
 import os
 import stat
 import tempfile
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from seer.common.errors import ConfigError
+from seer.common.process.threads import until_ended
 
 MARKER = "this-folder-belongs-to-a-seer-buffer"
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -32,12 +33,7 @@ T = TypeVar("T")
 
 async def on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run something that waits for the disk in a thread; it has ended when this returns or raises."""
-    job = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait([job])
-        raise
+    return await until_ended(functools.partial(work, *args, **kwargs))
 
 
 class OwnFolder:

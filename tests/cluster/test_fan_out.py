@@ -133,30 +133,10 @@ async def test_engines_of_one_node_take_one_copy(monkeypatch):
 @pytest.mark.parametrize("what", ["dies", "hangs", "sends damaged parts", "sends other bytes"])
 async def test_a_holder_that_fails_is_replaced(monkeypatch, what):
     async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
-        readers = cluster.services["e0"]._peers.readers
-        before = readers._read
-        reads, broken = 0, asyncio.Event()
-
-        async def failing(reply, address, copy, offset):
-            nonlocal reads
-            reads += 1
-            if reads <= 5:
-                await before(reply, address, copy, offset)
-            elif what == "sends damaged parts":
-                part = await copy.part(offset, asyncio.Semaphore())
-                await reply(address, replace(part, checksum=part.checksum ^ 1))
-            elif what == "sends other bytes":
-                part = await copy.part(offset, asyncio.Semaphore())
-                part.data = part.data.copy()
-                part.data[-4:] = 7
-                await reply(address, replace(part, checksum=checksum(part.data)))
-            else:
-                broken.set()
-
-        readers._read = failing
+        broken = fail(cluster, what, ["e0"], after=5)
         update = asyncio.create_task(client.update_weights(1, tensors(1.0)))
         if what in ("dies", "hangs"):
-            await broken.wait()
+            await broken.get()
             if what == "dies":
                 await cluster.kill("e0")
             elif what == "hangs":
@@ -265,11 +245,11 @@ async def test_a_source_that_fails_costs_who_joins_only_time(monkeypatch, what, 
             for name in ("e0", "e1", "e2"):
                 await cluster.services[name]._updater.fetcher._forget()
         else:
-            fail(cluster, what)
+            broken = fail(cluster, what, ["e0", "e1"], after=PARTS // 2)  # whom it asks first
         began = asyncio.get_running_loop().time()
         joining = asyncio.create_task(join(cluster, "e9"))
         if what in ("dies", "hangs"):
-            name = await fail.broken.get()
+            name = await broken.get()
             if what == "dies":
                 await cluster.kill(name)
             else:
@@ -286,16 +266,15 @@ async def test_a_source_that_fails_costs_who_joins_only_time(monkeypatch, what, 
         await roll(client)
 
 
-def fail(cluster, what):
-    """Have e0 and e1, which are asked first, fail in the middle of a copy."""
-    fail.broken = asyncio.Queue()
-    for name in ("e0", "e1"):
-        readers, reads = cluster.services[name]._peers.readers, 0
+def fail(cluster, what, names, after):
+    """Have engines fail, each once it has given so many parts; return a queue of those that break off."""
+    broken, reads = asyncio.Queue(), Counter()
+    for name in names:
+        readers = cluster.services[name]._peers.readers
 
         async def failing(reply, address, copy, offset, name=name, before=readers._read):
-            nonlocal reads
-            reads += 1
-            if reads <= PARTS // 2:
+            reads[name] += 1
+            if reads[name] <= after:
                 await before(reply, address, copy, offset)
             elif what == "sends damaged parts":
                 part = await copy.part(offset, asyncio.Semaphore())
@@ -305,9 +284,10 @@ def fail(cluster, what):
                 part.data = part.data ^ 1
                 await reply(address, replace(part, checksum=checksum(part.data)))
             else:
-                fail.broken.put_nowait(name)
+                broken.put_nowait(name)
 
         readers._read = failing
+    return broken
 
 
 @virtual

@@ -115,7 +115,7 @@ def test_the_few_with_room_in_a_full_fleet_are_found(free, random):
     lucky = random.sample(NAMES, free)
     for name in NAMES:
         blocks = fleet[name].capacity.kv_blocks
-        fleet.reserve(name, blocks - random.randint(2, 5) if name in lucky else blocks)
+        fleet.reserve(name, blocks - random.randint(2, 5) if name in lucky else blocks, "r#0")
     for chunk in (1, 16, 40):
         for image in (0, 5):
             check(fleet, 16, chunk, image)

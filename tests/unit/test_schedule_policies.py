@@ -30,7 +30,7 @@ def test_divided_stays_with_its_prefix_until_balance_matters():
     roomy = Capacity(kv_blocks=1000, block_size=16, max_num_seqs=400, max_model_len=4096)
     fleet = Fleet([InstanceView("home", roomy, chunks=BALANCE_SPREAD), InstanceView("other", roomy)])
     assert divided.place(request(last_instance="home"), 16, fleet) == "home"
-    fleet.reserve("home", 1)
+    fleet.reserve("home", 1, "r#0")
     assert divided.place(request(last_instance="home"), 16, fleet) == "other"
     assert divided.place(request(), 16, fleet) == "other"
 
@@ -47,7 +47,7 @@ def test_seer_moves_a_request_only_to_where_those_that_run_can_go_on():
     assert seer.place(request(last_instance="a"), 16, fleet) == "a", "who runs there needs room for a chunk"
     assert POLICIES["divided"].place(request(), 16, fleet) == "a"
     # Where nothing runs, nobody else needs the room.
-    fleet.release("a", 0)
+    fleet.release("a", 0, "r#0")
     assert seer.place(request(), 16, fleet) == "a"
 
 
@@ -81,7 +81,7 @@ def test_migrate_never_stays():
     assert migrate.place(request(last_instance="b"), 8, views) == "a"
     assert migrate.place(request(last_instance="gone"), 8, views) in ("a", "b")
     for _ in range(CAPACITY.max_num_seqs):
-        views.reserve("b", 1)
+        views.reserve("b", 1, "r#0")
     assert migrate.place(request(last_instance="a"), 8, views) is None
 
 

@@ -8,11 +8,13 @@ Invariants (tests/cluster/test_weight_deltas.py):
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from seer.common.blobs import Blob, fetch
 from seer.common.process.log import get_logger
+from seer.common.process.threads import until_ended
 from seer.common.weights.delta import apply
 from seer.services.engine.weights.holders import Buffer, Copy, Holder
 
@@ -40,7 +42,7 @@ class DeltaSource:
             self.copy = Copy(self._delta.name, size)
             await asyncio.to_thread(self.copy.begin, "set TMPDIR to a larger disk")
             await fetch(self.copy, self._holders(self.copy), self._delta)
-            await until_done(asyncio.to_thread(self._make, self.copy, blob, stop.is_set), stop)
+            await until_ended(functools.partial(self._make, self.copy, blob, stop.is_set), stop.set)
         except OSError as error:
             raise ValueError(str(error)) from error
         self.made = True
@@ -53,14 +55,3 @@ class DeltaSource:
 
     def _make(self, delta: Copy, blob: Blob, stop: Callable[[], bool]) -> None:
         apply(self._base.file, delta.file, blob.file, self._base.name, stop)
-
-
-async def until_done(work: Awaitable[None], stop: threading.Event) -> None:
-    """Wait for a thread's work, also when cancelled: it uses a file that is deleted then."""
-    job = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(job)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait([job])
-        raise

@@ -18,6 +18,7 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ from typing import TYPE_CHECKING
 from seer.common import wire
 from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.net.node import node_id
+from seer.common.process.threads import until_ended
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.checker import CheckedWeights, WeightChecker
-from seer.services.engine.weights.delta_source import until_done
 from seer.services.engine.weights.fetcher import Send, WeightFetcher
 from seer.services.engine.weights.holders import Peers
 
@@ -200,9 +201,8 @@ class WeightUpdater:
             answer.digest = found.digest
             answer.problem = self.checker.differences(order.source, found)
             whole = not (is_in_place(order.source) or is_adapter(order.source))
-            if (
-                whole and not answer.problem and self._engine.running
-            ):  # else a load takes as long, and less memory
+            # Where nothing runs, nobody waits for a shorter pause.
+            if whole and not answer.problem and self._engine.running:
                 await self._lay_out(await self.checker.folder(order.source), found.digest)
         except SeerError as error:
             answer.problem = str(error)
@@ -215,8 +215,8 @@ class WeightUpdater:
         if folder is None and self._laid_out is None:
             return
         self._laid_out, stop = self.checker.checked if folder is not None else None, threading.Event()
-        work = asyncio.to_thread(self._driver.lay_out_weights, folder, digest, stop.is_set)
-        await until_done(work, stop)
+        work = functools.partial(self._driver.lay_out_weights, folder, digest, stop.is_set)
+        await until_ended(work, stop.set)
 
     async def _discard(self) -> None:
         await self._lay_out(None)

@@ -147,7 +147,6 @@ def _instance(it: InstanceStatus) -> str:
         of_ranks = f" on {ranks} ranks ({dummies:.0%} of their steps without a request)"
     return (
         f"  {it.name}: {it.chunks} chunks ({it.stats.running} running, {it.stats.waiting} waiting), "
-        f"KV {total - it.stats.free_blocks}/{total} blocks used{of_ranks}, "
-        f"{it.reserved_blocks} reserved, "
+        f"KV {total - it.stats.free_blocks}/{total} blocks used{of_ranks}, {it.reserved_blocks} reserved, "
         f"{it.stats.generated_tokens} tokens, {it.stats.preemptions} preemptions, {it.restarts} restarts"
     )

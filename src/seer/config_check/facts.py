@@ -21,9 +21,9 @@ class Facts:
     """`devices`: those of a node, all alike; none: its engines run on CPUs.
 
     `model`: its config.json, empty: unknown. `expert_bytes` of `weight_bytes` are experts', 0: unknown.
-    `memory`: the limit of each role's process in bytes; a role that
-    is missing or 0 is unknown. `room_bytes`: the room of the volume that has the buffer's folders, None:
-    unknown. `elsewhere`: engines run on machines other than the buffer's.
+    `memory`: the limit of each role's process in bytes; a role that is missing or 0 is unknown. `room_bytes`:
+    the room of the volume that has the buffer's folders, None: unknown. `elsewhere`: engines run on machines
+    other than the buffer's.
     """
 
     engines: int

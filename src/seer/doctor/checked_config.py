@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from seer.common.config import Config, load
+from seer.config_check import command
 from seer.doctor.report_lines import Report
 
 SHIPPED_MODEL = Path(__file__).resolve().parents[3] / "examples" / "countdown" / "model"
@@ -16,9 +17,9 @@ def given(report: Report) -> Config:
     return load(Path(report.config))
 
 
-def weight_bytes(config: Config) -> int:
-    """Return the bytes of the model's weights; 0 if there is no model."""
+def model_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of the model's weights, and of its experts; zeros if there is no model."""
+    if not config.shared.model:
+        return 0, 0
     model = Path(config.shared.model)
-    if not config.shared.model or not model.is_dir():
-        return 0
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return command.weight_bytes(model), command.expert_bytes(model)

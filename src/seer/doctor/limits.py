@@ -16,8 +16,7 @@ from pathlib import Path
 from seer.common.config import Config
 from seer.common.data_parallel import rank_weight_bytes
 from seer.common.process.memory_limit import free_bytes
-from seer.config_check.command import expert_bytes
-from seer.doctor.checked_config import given, weight_bytes
+from seer.doctor.checked_config import given, model_bytes
 from seer.doctor.report_lines import Report
 from seer.local.hardware import EnginePlan, plan_engines
 
@@ -97,7 +96,8 @@ def check(report: Report) -> None:
     """Compare what is allowed here with what the configuration needs."""
     config = given(report)
     plans = plan_engines(config.engine, None)
-    need = Need.of(config, plans, weight_bytes(config), expert_bytes(Path(config.shared.model)))
+    weights, experts = model_bytes(config)
+    need = Need.of(config, plans, weights, experts)
     report.note(
         "planned",
         instances=need.instances,
@@ -107,7 +107,7 @@ def check(report: Report) -> None:
     judge(report, Limits.here(), need)
     judge_load(report, os.getloadavg()[0], len(os.sched_getaffinity(0)))
     spool = Path(config.buffer.spool or tempfile.gettempdir())
-    judge_disk(report, "buffer.spool", spool, SPOOL_VERSIONS * weight_bytes(config))
+    judge_disk(report, "buffer.spool", spool, SPOOL_VERSIONS * weights)
     if config.pool.ssd_gib:
         disk = Path(config.pool.ssd_path or tempfile.gettempdir())
         judge_disk(report, "pool.ssd_path", disk, int(config.pool.ssd_gib * 2**30))
