@@ -66,7 +66,7 @@ class Engine(RuleBasedStateMachine):
         if self.fleet.has_room("e", len(tokens), chunk):
             self.count += 1
             blocks = self.capacity.blocks_for(len(tokens), chunk)
-            self.fleet.reserve("e", blocks)
+            self.fleet.reserve("e", blocks, str(self.count))
             self.placed[str(self.count)] = (tokens, chunk, blocks)
             self.room.enter(str(self.count), blocks)
 
@@ -99,7 +99,7 @@ class Engine(RuleBasedStateMachine):
 
     def end(self, name):
         self.room.leave(name)
-        self.fleet.release("e", self.placed.pop(name)[2])
+        self.fleet.release("e", self.placed.pop(name)[2], name)
         if name in self.started:
             self.started.remove(name)
 
