@@ -36,7 +36,7 @@ class RankedInstance(Instance):
         self._ranks, self._gates = ranks, gates
         self._tokens, self._seats = model.kv_tokens / ranks, max(1, model.max_num_seqs // ranks)
         blocks = model.kv_tokens // ranks // model.block_size
-        self._placement = RankPlacement.of(ranks, blocks)
+        self._placement = RankPlacement.of(ranks, blocks, self._seats)
         self._places: dict[str, int] = {}
         self._queues: list[deque[Chunk]] = [deque() for _ in range(ranks)]
         self._unbooked = [blocks] * ranks  # of the chunks that have begun

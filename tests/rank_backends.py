@@ -12,8 +12,8 @@ from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.errors import EngineBroken, InvalidField
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import InstanceStats
-from seer.services.engine.backend import Backend, Chunk, StepOutput
-from seer.services.engine.rank_process import MakeRank
+from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.rank_process import MakeRank, RankBackend
 from seer.services.engine.replay.backend import ReplayBackend
 
 BLOCKS = 40
@@ -30,6 +30,7 @@ class FaultyRank(ReplayBackend):
         super().__init__(config, SharedConfig())
         self._rank, self._fault, self._at, self._log = rank, fault, at, log / f"rank-{rank}"
         self._taken = 0
+        self.wanted_drafts = 10 + rank
 
     def _note(self, what: str) -> None:
         with self._log.open("a") as file:
@@ -45,6 +46,10 @@ class FaultyRank(ReplayBackend):
         if len(chunk.tokens) > 300:
             raise InvalidField("tokens", len(chunk.tokens), "too many")
         super().add(chunk)
+
+    def agree(self, drafts: int) -> None:
+        with self._log.with_name(f"drafts-{self._rank}").open("a") as file:
+            file.write(f"{drafts}\n")
 
     def step(self) -> StepOutput:
         self._taken += 1
@@ -76,7 +81,7 @@ class FaultyRank(ReplayBackend):
 _kept = contextlib.ExitStack()
 
 
-def patient(make: MakeRank, ahead: bool, rank: int, port: int) -> Backend:
+def patient(make: MakeRank, ahead: bool, rank: int, port: int) -> RankBackend:
     """Make a rank of vLLM's, for which a call into the pool is no miss for being slow beside others.
 
     `ahead`: it may schedule ahead, as on GPUs.
@@ -86,7 +91,34 @@ def patient(make: MakeRank, ahead: bool, rank: int, port: int) -> Backend:
     unreachable_store.CALL_SECONDS = 20.0
     if ahead:
         _kept.enter_context(scheduling_ahead())
-    return make(rank, port)
+    backend = make(rank, port)
+    start = backend.start
+
+    def start_and_note() -> None:
+        start()
+        if AGREED in os.environ:
+            _note_agreed_steps(Path(os.environ[AGREED]) / f"rank-{rank}")
+
+    backend.start = start_and_note
+    return backend
+
+
+AGREED = "SEER_TEST_AGREED_STEPS"
+"""Names a folder in which each of vLLM's ranks notes the tokens a request of its steps: its own, and agreed ones."""
+
+
+def _note_agreed_steps(file: Path) -> None:
+    from vllm.v1.worker.gpu import dp_utils
+
+    agree = dp_utils.sync_cudagraph_and_dp_padding
+
+    def noted(manager: object, desc: object, tokens: int, requests: int, uniform: int | None, *rest, **named):
+        found, state = agree(manager, desc, tokens, requests, uniform, *rest, **named)
+        with file.open("a") as out:
+            out.write(f"{requests} {uniform or 0} {state.uniform_token_count or 0}\n")
+        return found, state
+
+    dp_utils.sync_cudagraph_and_dp_padding = noted
 
 
 def make(faulty: int, fault: str, at: int, log: Path, rank: int, port: int) -> FaultyRank:

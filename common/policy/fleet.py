@@ -47,7 +47,8 @@ class InstanceView:
     def __post_init__(self) -> None:
         """Divide the blocks among data-parallel ranks, if there are several and no snapshot has them."""
         if (parts := self.capacity.parts) > 1 and self.ranks is None:
-            self.ranks = RankPlacement.of(parts, self.capacity.kv_blocks // parts)
+            each = self.capacity.kv_blocks // parts, max(1, self.capacity.max_num_seqs // parts)
+            self.ranks = RankPlacement.of(parts, *each)
 
     @property
     def free_blocks(self) -> int:
@@ -57,7 +58,7 @@ class InstanceView:
     @property
     def room(self) -> int:
         """Blocks that one chunk may take."""
-        return self.free_blocks if self.ranks is None else min(self.free_blocks, max(self.ranks.free))
+        return self.free_blocks if self.ranks is None else min(self.free_blocks, self.ranks.room)
 
     def has_room(self, context: int, chunk: int, image_tokens: int = 0) -> bool:
         """Return whether a chunk's worst case fits now; `image_tokens` as in `Capacity.holds`."""

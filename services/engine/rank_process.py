@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 from seer.common.errors import EngineBroken, EngineError, InvalidField
 from seer.common.sleep import SleepLevel, SleepState
@@ -22,7 +23,21 @@ from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, ChunkFailure, StepOutput
 
-MakeRank = Callable[[int, int], Backend]
+
+class RankBackend(Backend, Protocol):
+    """A backend that steps together with others."""
+
+    @property
+    def wanted_drafts(self) -> int:
+        """How many drafts of each request would have paid in the last step, where all have as many."""
+        ...
+
+    def agree(self, drafts: int) -> None:
+        """Have all requests draft so many tokens after the next step, where steps are scheduled ahead."""
+        ...
+
+
+MakeRank = Callable[[int, int], RankBackend]
 """Makes the backend of a rank, which meets the others at a port of this machine. It must be picklable."""
 
 PARENT_SECONDS = 1.0
@@ -54,7 +69,9 @@ class EndChunks:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`Backend.step`, also without work: answered by `Stepped`."""
+    """`Backend.step`, also without work: answered by `Stepped`. `drafts`: see `RankBackend.agree`."""
+
+    drafts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +129,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step has ended. `worked`: it was none without a request; `busy`: there is more to do."""
+    """A step has ended. `worked`: it was none without a request; `busy`: there is more to do.
+
+    `wanted`: see `RankBackend.wanted_drafts`.
+    """
 
     output: StepOutput
     worked: bool
     busy: bool
+    wanted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +183,7 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
 
 
 class _Rank:
-    def __init__(self, pipe: Connection, backend: Backend) -> None:
+    def __init__(self, pipe: Connection, backend: RankBackend) -> None:
         self._pipe, self._backend = pipe, backend
         self._refused: list[ChunkFailure] = []  # of the chunks that came since the last step
         # Bounded by the chunks that are placed here. Read at once: else the engine might wait for this rank
@@ -191,8 +212,8 @@ class _Rank:
                     self._backend.drop(request_id, attempt)
                 case EndChunks():
                     self._backend.end_chunks()
-                case Step():
-                    self._answer(self._step())
+                case Step(drafts):
+                    self._answer(self._step(drafts))
                 case Feed(deltas):
                     self._backend.feed(deltas)
                 case Forget(group_ids):
@@ -210,12 +231,13 @@ class _Rank:
             failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=error)
             self._refused.append(failure)
 
-    def _step(self) -> Stepped:
+    def _step(self, drafts: int) -> Stepped:
         worked = self._backend.has_work()
+        self._backend.agree(drafts)
         output = self._backend.step()
         output.failed += self._refused
         self._refused = []
-        return Stepped(output, worked, self._backend.has_work())
+        return Stepped(output, worked, self._backend.has_work(), self._backend.wanted_drafts)
 
     def _call(self, call: Call) -> Done:
         try:

@@ -104,7 +104,7 @@ class RankedBackend:
         least = min((each.capacity for each in started), key=lambda each: each.kv_blocks)
         self._capacity = _whole(least, self._ranks)
         self._versions = started[0].versions | {"data_parallel": str(self._ranks)}
-        self._placement = RankPlacement.of(self._ranks, least.kv_blocks)
+        self._placement = RankPlacement.of(self._ranks, least.kv_blocks, least.max_num_seqs)
 
     @property
     def capacity(self) -> Capacity:
@@ -152,7 +152,7 @@ class RankedBackend:
     def step(self) -> StepOutput:
         """See `Backend.step`: all ranks' of the oldest step. The next one is under way by then."""
         while self.lockstep.grant(time.monotonic()) is not None:
-            self._tell_all(Step())
+            self._tell_all(Step(self.lockstep.drafts(self._placement.chunks)))
         while not all(self._stepped):
             self._read()
         return self._merged([outputs.popleft() for outputs in self._stepped])
@@ -252,7 +252,9 @@ class RankedBackend:
         for rank, answer in self._ready():
             if isinstance(answer, Stepped):
                 self._stepped[rank].append(answer.output)
-                self.lockstep.ended(rank, worked=answer.worked, busy=answer.busy, now=time.monotonic())
+                self.lockstep.ended(
+                    rank, worked=answer.worked, busy=answer.busy, now=time.monotonic(), wanted=answer.wanted
+                )
         if late := self.lockstep.late(time.monotonic()):
             raise EngineBroken(
                 f"ranks {late} of this engine did not end a step in time: it ends, and starts again"

@@ -27,7 +27,7 @@ import torch
 from engine_cases import Response, chunk, engine_of, run
 from msgspec import structs
 from pool_alone import pool_alone
-from rank_backends import patient
+from rank_backends import AGREED, patient
 from shared_engines import MODEL
 from tiny_families import tiny
 
@@ -141,6 +141,20 @@ def test_ranks_that_draft_have_them_too(models, expected, source):
         assert_same(run(backend, chunks()), expected[0])
         stats = backend.stats()
         assert stats.drafted_tokens > stats.accepted_tokens or source == "grouped"
+
+
+def test_ranks_agree_on_the_drafts_of_each_step_ahead_and_dummies_are_as_large(
+    models, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(AGREED, str(tmp_path))
+    with ranks(models[0], "random", ahead=True) as backend:
+        assert_same(run(backend, chunks()), expected[0])
+        drafted = backend.stats().drafted_tokens
+    steps = [line.split() for line in (tmp_path / "rank-0").read_text().splitlines()]
+    agreed = [int(both) for _, _, both in steps]
+    assert len(set(agreed) - {0}) > 2, "lengths were drawn at random"
+    assert agreed.count(0) <= len(steps) // 3, "but where somebody prefills, or has no room for as many"
+    assert drafted > 30
 
 
 BLOCK, SIZE = 32, 16

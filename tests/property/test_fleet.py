@@ -128,8 +128,10 @@ def test_the_few_with_room_in_a_full_fleet_are_found(free, random):
     ),
 )
 def test_what_is_sent_to_data_parallel_ranks_fits_one_and_what_is_not_fits_none(parts, orders):
-    capacity = Capacity(kv_blocks=parts * 20, block_size=16, max_num_seqs=40, max_model_len=300, parts=parts)
-    fleet, engine = Fleet([InstanceView("e", capacity)]), RankPlacement.of(parts, 20)
+    capacity = Capacity(
+        kv_blocks=parts * 20, block_size=16, max_num_seqs=parts * 2, max_model_len=300, parts=parts
+    )
+    fleet, engine = Fleet([InstanceView("e", capacity)]), RankPlacement.of(parts, 20, 2)
     running: dict[str, tuple[int, int]] = {}
     for starts, number, context, chunk in orders:
         name, blocks = f"r{number}", capacity.blocks_for(context, chunk)
@@ -138,11 +140,12 @@ def test_what_is_sent_to_data_parallel_ranks_fits_one_and_what_is_not_fits_none(
             engine.end(rank, blocks)
             fleet.release("e", blocks, name)
         elif starts and name not in running:
-            fits = any(free >= blocks for free in engine.free)
+            fits = engine.room >= blocks
             assert fleet.has_room("e", context, chunk) == fits == (fleet.emptiest(context, chunk) is not None)
             if fits:
                 rank = engine.place(name, blocks)
                 assert engine.free[rank] >= 0, "it begins at once"
+                assert engine.chunks[rank] <= 2
                 running[name] = rank, blocks
                 fleet.reserve("e", blocks, name)
     assert fleet["e"].reserved_blocks == sum(blocks for _, blocks in running.values())

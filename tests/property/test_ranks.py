@@ -38,7 +38,7 @@ class Ranks:
         self, ranks: int, seed: int, jobs: list[tuple[float, int]], stall: tuple[int, int] | None
     ) -> None:
         self.random, self.now, self.order = random.Random(seed), 0.0, count()
-        self.lockstep, self.placement = Lockstep(ranks, LIMIT), RankPlacement.of(ranks, 10_000)
+        self.lockstep, self.placement = Lockstep(ranks, LIMIT), RankPlacement.of(ranks, 10_000, 100)
         self.ranks, self.stall = [Rank() for _ in range(ranks)], stall
         self.events: list = []
         self.arrived: Counter[int] = Counter()
@@ -150,20 +150,34 @@ def test_idle_ranks_are_not_late():
     assert lockstep.late(1e9 + LIMIT) == [0]
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 32)), min_size=1, max_size=8))
+def test_drafts_are_those_that_a_rank_with_most_chunks_wants(ranks):
+    lockstep, most = Lockstep(len(ranks), LIMIT), max(chunks for chunks, _ in ranks)
+    for rank, (_, wanted) in enumerate(ranks):
+        lockstep.ended(rank, worked=True, busy=True, now=0.0, wanted=wanted)
+    chunks = [each for each, _ in ranks]
+    assert lockstep.drafts(chunks) in [wanted for each, wanted in ranks if each == most]
+
+
+SEATS = 4
 PLACED = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans()), max_size=60)
 
 
 @settings(max_examples=100)
 @given(st.integers(1, 6), PLACED)
 def test_chunks_run_where_most_is_free_or_where_their_kv_is(ranks, placed):
-    it, running, homes = RankPlacement.of(ranks, 100), [], {}
+    it, running, homes = RankPlacement.of(ranks, 100, SEATS), [], {}
     for request, blocks, ends in placed:
         if ends and running:
             it.end(*running.pop(0))
             continue
-        before = list(it.free)
+        before, seated = list(it.free), [chunks < SEATS for chunks in it.chunks]
+        room = it.room
         rank = it.place(str(request), blocks)
-        if before[rank] < max(before):
+        assert seated[rank] or not any(seated)
+        open_ranks = [free for free, seat in zip(before, seated, strict=True) if seat == seated[rank]]
+        assert room == (max(open_ranks) if seated[rank] else 0)
+        if before[rank] < max(open_ranks):
             assert rank == homes[request]
             assert before[rank] >= blocks
         homes[request] = rank
@@ -175,7 +189,7 @@ def test_chunks_run_where_most_is_free_or_where_their_kv_is(ranks, placed):
 
 def test_homes_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("seer.common.policy.ranks.KEPT_HOMES", 2)
-    it = RankPlacement.of(2, 100)
+    it = RankPlacement.of(2, 100, 4)
     for name in ("a", "b", "c"):
         it.end(it.place(name, 1), 1)
     assert set(it.homes) == {"b", "c"}

@@ -9,6 +9,7 @@ import pytest
 import rank_backends
 
 from seer.common.errors import EngineBroken, EngineError
+from seer.common.policy.ranks import AHEAD
 from seer.common.sleep import SleepState
 from seer.common.types import InstanceStats, SamplingParams
 from seer.services.engine.backend import Chunk, StepOutput
@@ -77,6 +78,19 @@ def test_ranks_run_the_same_steps_and_hear_all_in_the_same_place(engines, tmp_pa
     lockstep = engine.lockstep
     assert lockstep.ran == RANKS * lockstep.granted == RANKS * first.count("step")
     assert lockstep.dummies >= lockstep.granted, "one rank at least had nothing to do"
+
+
+def test_all_ranks_have_the_drafts_that_the_one_with_most_chunks_wants(engines, tmp_path):
+    engine = engines(tmp_path)
+    engine.start()
+    for name in ("one", "two", "three", "four"):
+        engine.add(chunk(name, tokens=30))
+    (most,) = [rank for rank, chunks in enumerate(engine._placement.chunks) if chunks == 2]
+    engine.step()
+    run(engine)
+    drafts = [(tmp_path / f"drafts-{rank}").read_text().split() for rank in range(RANKS)]
+    assert drafts == [drafts[0]] * RANKS
+    assert drafts[0][:5] == ["0"] * AHEAD + [str(10 + most)] * (5 - AHEAD), "known from the first report on"
 
 
 def test_a_dropped_chunk_is_not_heard_of_and_its_request_may_come_back(engines, tmp_path):

@@ -19,6 +19,7 @@ from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.detokenizer import Detokenizer
 from seer.common.errors import EngineBroken, EngineError
 from seer.common.image_models import ImageModel
+from seer.common.policy.draft_paths import paths_in
 from seer.common.process.log import get_logger
 from seer.common.process.memory_limit import free_bytes
 from seer.common.sleep import SleepLevel, SleepState
@@ -65,6 +66,7 @@ class CoreHandle:
         self._rpc_seconds = rpc_seconds
         self.scratch: list[int] = []
         self.held_length: int | None = None
+        self._verified = self._drafted = 0  # drafts of each request before and after the next step
         self._laid_out = ""  # the digest of the weights that are
 
     def describe(
@@ -230,7 +232,7 @@ class CoreHandle:
         outputs, executed = core.step_fn()
         core.post_step(model_executed=executed)
         if not executed:
-            core.execute_dummy_batch()
+            self.rpc("seer_run_dummy", tokens=(self._verified + 1) // paths_in(self._verified))
         found = outputs.get(0) if outputs else None
         return found.outputs if found is not None else []
 
@@ -250,8 +252,8 @@ class CoreHandle:
 
         While `held_length` is set, it counts instead.
         """
-        held = self.held_length
-        self.engine_core.scheduler.draft_length = length if held is None else held
+        self._verified, self._drafted = self._drafted, length if self.held_length is None else self.held_length
+        self.engine_core.scheduler.draft_length = self._drafted
 
     @property
     def ahead(self) -> bool:

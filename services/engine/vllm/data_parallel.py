@@ -21,6 +21,20 @@ from seer.services.engine.vllm import env, loading
 from seer.services.engine.vllm.backend import VllmBackend
 
 
+class VllmRank(VllmBackend):
+    """One of several ranks: `RankBackend`."""
+
+    @property
+    def wanted_drafts(self) -> int:
+        """See `RankBackend.wanted_drafts`."""
+        return self._drafting.wanted if self._drafting is not None else 0
+
+    def agree(self, drafts: int) -> None:
+        """See `RankBackend.agree`."""
+        if self._drafting is not None:
+            self._drafting.agreed = drafts
+
+
 def vllm_backend(config: Config, meeting: Meeting | None) -> Backend:
     """Return the backend of an engine, with data-parallel ranks if it has some; see `ranked_backend`."""
     if config.engine.vllm.data_parallel_size > 1:
@@ -41,9 +55,9 @@ def ranked_backend(config: Config) -> RankedBackend:
     return RankedBackend(functools.partial(_rank, config, tuple(each)), ranks, config.engine.load_seconds)
 
 
-def _rank(config: Config, cores: tuple[str, ...], rank: int, port: int) -> VllmBackend:
+def _rank(config: Config, cores: tuple[str, ...], rank: int, port: int) -> VllmRank:
     engine = replace(config.engine, cpu_cores=cores[rank])
     # All ranks measure step times, or none: what one alone has kept would leave the others waiting.
     drafts = replace(config.drafts, cache=tempfile.mkdtemp(prefix="seer-steps-"))
     place = env.RankPlace(rank, len(cores), port)
-    return VllmBackend(engine, config.shared, config.pool, drafts, place=place)
+    return VllmRank(engine, config.shared, config.pool, drafts, place=place)

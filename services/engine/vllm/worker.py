@@ -71,6 +71,7 @@ class SeerWorker:
     rank: int
     reload_weights: Callable[..., None]
     sleep: Callable[[int], None]
+    randomize_dummy_inputs: bool
     seer_sampler: SlotSampler
     seer_paths: DevicePaths | None
     seer_routes: ExpertRoutes | None = None
@@ -129,6 +130,18 @@ class SeerWorker:
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""
         self.model_runner.speculator.script = script
+
+    def seer_run_dummy(self, tokens: int) -> None:
+        """Run a step without requests beside other ranks, as if one verified so many tokens, as theirs do.
+
+        vLLM's own dummy always has the most tokens that a request may have: no graph fits it and others.
+        """
+        runner = self.model_runner
+        longest, runner.decode_query_len = runner.decode_query_len, tokens
+        try:
+            runner._dummy_run(tokens, uniform_decode=True, randomize_inputs=self.randomize_dummy_inputs)
+        finally:
+            runner.decode_query_len = longest
 
     def seer_stall_drafts(self, seconds: float) -> None:
         """See `StepDrafter.stall`."""

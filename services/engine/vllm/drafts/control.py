@@ -49,8 +49,12 @@ class Drafting:
     """`rpc(method, **arguments)` calls every rank's `SeerWorker`; counters are totals.
 
     `send` is `rpc` that returns a future at once. vLLM's queues take few of them: only one at a time is open.
-    Where steps are scheduled ahead, `draft_next` is told before each how many tokens all draft after it.
+    Where steps are scheduled ahead, `draft_next` is told before each how many tokens all draft after it:
+    those that are `wanted` here, or, among data-parallel ranks, those that these have `agreed` on.
     """
+
+    wanted = 0
+    agreed: int | None = None
 
     def __init__(
         self,
@@ -129,7 +133,8 @@ class Drafting:
                 if self._draft_next is None:
                     self._queue("switch", on=on)
         if self._draft_next is not None:
-            self._draft_next(self._choose(requests, context) if self._on else 0)
+            self.wanted = self._choose(requests, context) if self._on else 0
+            self._draft_next(self.wanted if self.agreed is None else self.agreed)
         self.flush()
 
     def _choose(self, requests: int, context: Callable[[], float]) -> int:
@@ -149,7 +154,8 @@ class Drafting:
 
     def end_step(self, tokens: int, seconds: float, *, usual: bool) -> None:
         """Count what a step brought; see `DraftSwitch.end`."""
-        if self._switch is not None:
+        as_wanted = self.agreed is None or bool(self.agreed) == bool(self.wanted)
+        if self._switch is not None and as_wanted:
             self._switch.end(tokens, seconds, usual=usual)
         if self._length is not None and self._learnt:
             for (forks, drafted, accepted), times in self._learnt.items():
