@@ -5,12 +5,15 @@ runs a replay engine, which fetches and digests weights as any engine does, and 
 - eight bare copies: one process sends a block of memory over eight TCP connections at once, and a process on
   each node writes it into a new file;
 - an update whose digests are skipped on both sides: the transport alone;
-- an update as it is.
+- an update as it is, and deltas: 1 % and 10 % of all elements changed, `spread` or `clustered`.
 `trainer_node_models` is what left the trainer's node in an update, by its interface's counter, in models;
-`most_models` what left any engine's node. MB/s are the model's bytes, times eight, per second. Prints JSON.
+`most_models` what left any engine's node. MB/s are the model's bytes, times eight, per second. With `--mbit`
+each node sends and receives no more than that, so that links decide and not this machine's cores.
+`over_whole` has seconds and bytes of deltas as shares of the whole update's in the same turn. Prints JSON.
 Needs root, for `ip netns`.
 
     python bench/weights/fan_out.py --mb 200 --turns 3
+    python bench/weights/fan_out.py --mb 200 --turns 3 --mbit 160
 """
 
 from __future__ import annotations
@@ -36,11 +39,10 @@ from unittest import mock
 import numpy as np
 from lib.hardware import machine
 
-from seer.client import RolloutClient, tensor_stream
+from seer.client import RolloutClient, sent_weights
 from seer.common.blobs import Asked
 from seer.common.config import load
 from seer.common.process.service import run_process
-from seer.common.weights import digest as digests
 from seer.services.buffer import server as buffer_server
 from seer.services.engine import server as engine_server
 from seer.services.engine.weights import manifest
@@ -49,6 +51,11 @@ NODES = 8
 HEAD = "10.77.0.100"
 PART = 2**21
 PORT = 7190
+KINDS = {
+    f"{share:.0%} {name}": (share, name == "spread")
+    for share in (0.01, 0.1)
+    for name in ("spread", "clustered")
+}
 SWITCH = "seer-switch"
 SERVERS = {"buffer": buffer_server.make, "engine": engine_server.make}
 
@@ -58,8 +65,8 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces() -> Iterator[dict[str, str]]:
-    """Make the namespaces; give their addresses by name."""
+def namespaces(mbit: int) -> Iterator[dict[str, str]]:
+    """Make the namespaces; give their addresses by name. `mbit` bounds what goes in and out, if not 0."""
     places = {f"seer-n{number}": f"10.77.0.{number + 1}" for number in range(NODES)} | {"seer-head": HEAD}
     try:
         run("ip", "netns", "add", SWITCH)  # apart from this machine's own rules for what is forwarded
@@ -74,6 +81,9 @@ def namespaces() -> Iterator[dict[str, str]]:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
+            for place, device in ((name, "eth0"), (SWITCH, name)) if mbit else ():
+                bucket = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
         yield places
     finally:
         for name in (*places, SWITCH):
@@ -175,37 +185,63 @@ def serve(kind: str, name: str, *, digested: bool) -> None:
 def skip_digests() -> None:
     """Have all weights of the same names be the same, on both sides."""
 
-    def hashes(tensors: list[Any], stop: object = None) -> dict[str, bytes]:
+    def hashes(tensors: list[Any], *_: object, **__: object) -> dict[str, bytes]:
         return {each.name: each.name.encode() for each in tensors}
 
     manifest.hashes_of = hashes  # type: ignore[assignment]
-    tensor_stream.TensorStream.digest = lambda self: digests.digest_of(hashes(self._entries))  # type: ignore[method-assign]
+    sent_weights.hash_of = lambda entry, _: entry.name.encode()
 
 
 async def updates(size: int, *, digested: bool) -> None:
-    """Update twice, the first time to warm up; print the seconds of the second one."""
+    """Update to a whole model, then by deltas if digests count; print what each took."""
     if not digested:
         skip_digests()
-    count = 16
+    count, seeds = 16, np.random.default_rng(0)
     tensors = {
-        f"layer.{number}": np.full(size // 4 // count, number, dtype=np.float32) for number in range(count)
+        f"layer.{number}": seeds.integers(1, 2**14, size // 2 // count, np.uint16).view(np.float16)
+        for number in range(count)
     }
-    async with RolloutClient(f"tcp://{HEAD}:7101") as client:
+    found = {}
+    endpoint = f"tcp://{HEAD}:7101"
+    async with RolloutClient(endpoint, deltas=False) as whole, RolloutClient(endpoint) as client:
         while (await client.status()).engines < NODES:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.1)
-        for version in (1, 2):
-            tensors["layer.0"][:] = version
-            before = sent()
-            started = time.perf_counter()
-            live = await client.update_weights(version, tensors)
-            seconds = time.perf_counter() - started
-            assert not live.quarantined, live.quarantined
-            after = sent()
-            left = {name: after[name] - before[name] for name in after if name.startswith("seer-")}
-    print(json.dumps({"seconds": seconds, "left": left}), flush=True)
+        await one(whole, 1, tensors)  # to warm up
+        change(tensors, 1.0, spread=False)
+        found["whole"] = await one(whole, 2, tensors)
+        if digested:
+            await one(client, 3, tensors)  # the base of what follows
+            for version, (kind, (share, spread)) in enumerate(KINDS.items(), 4):
+                change(tensors, share, spread=spread)
+                found[kind] = await one(client, version, tensors)
+    print(json.dumps(found), flush=True)
 
 
-def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, float]:
+def change(tensors: dict[str, np.ndarray], share: float, *, spread: bool) -> None:
+    """Change the last bit of this share of all elements, of all tensors alike or of the first ones."""
+    left = round(share * sum(map(len, tensors.values())))
+    for tensor in tensors.values():
+        bits = tensor.view(np.uint16)
+        if spread:
+            bits[:: round(1 / share)] ^= 1
+        else:
+            bits[: max(0, left)] ^= 1
+            left -= len(bits)
+
+
+async def one(client: RolloutClient, version: int, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return the seconds of an update, and what left each node."""
+    before = sent()
+    started = time.perf_counter()
+    live = await client.update_weights(version, tensors)
+    seconds = time.perf_counter() - started
+    assert not live.quarantined, live.quarantined
+    after = sent()
+    left = {name: after[name] - before[name] for name in after if name.startswith("seer-")}
+    return {"seconds": seconds, "left": left}
+
+
+def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, dict[str, float]]:
     flag = ["--digested"] if digested else []
     processes = [start("seer-head", "serve", "buffer", "buffer", *flag)]
     line_of(processes[0])
@@ -223,23 +259,34 @@ def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, fl
             process.terminate()
         for process in processes:
             process.wait()
-    head = found["left"].pop("seer-head")
     return {
-        "seconds": found["seconds"],
-        "trainer_node_models": head / size,
-        "most_models": max(found["left"].values()) / size,
+        kind: {
+            "seconds": each["seconds"],
+            "trainer_node_models": each["left"].pop("seer-head") / size,
+            "most_models": max(each["left"].values()) / size,
+        }
+        for kind, each in found.items()
     }
 
 
 def turn(places: dict[str, str], size: int) -> dict[str, Any]:
     copies = bare(places, size)
-    transport = update(places, size, digested=False)
-    whole = update(places, size, digested=True)
+    transport = update(places, size, digested=False)["whole"]
+    found = update(places, size, digested=True)
+    whole = found["whole"]
     return {
         "bare_seconds": copies,
         "transport": transport,
         "update": whole,
+        "deltas": {kind: found[kind] for kind in KINDS},
         "transport_over_bare": copies / transport["seconds"],
+        "over_whole": {
+            kind: {
+                key: found[kind][key] / whole[key]
+                for key in ("seconds", "trainer_node_models", "most_models")
+            }
+            for kind in KINDS
+        },
     }
 
 
@@ -262,9 +309,9 @@ def digest_speed() -> dict[str, float]:
     return speeds
 
 
-def measure(mb: int, turns: int) -> None:
+def measure(mb: int, turns: int, mbit: int) -> None:
     size = mb * 10**6 // 64 * 64
-    with namespaces() as places:
+    with namespaces(mbit) as places:
         found = [turn(places, size) for _ in range(turns)]
 
     def median(*keys: str) -> float:
@@ -279,6 +326,7 @@ def measure(mb: int, turns: int) -> None:
     report = {
         "machine": machine("zmq", "numpy"),
         "model_mb": mb,
+        "mbit": mbit,
         "nodes": NODES,
         "bare_mb_per_s": round(NODES * mb / median("bare_seconds")),
         "transport_mb_per_s": round(NODES * mb / median("transport", "seconds")),
@@ -287,6 +335,10 @@ def measure(mb: int, turns: int) -> None:
         "digest_seconds": round(median("update", "seconds") - median("transport", "seconds"), 3),
         "trainer_node_models": median("update", "trainer_node_models"),
         "most_models": median("update", "most_models"),
+        "over_whole": {
+            kind: {key: median("over_whole", kind, key) for key in found[0]["over_whole"][kind]}
+            for kind in KINDS
+        },
         "digest_gb_per_s_a_core": digest_speed(),
         "turns": found,
     }
@@ -308,10 +360,11 @@ def main() -> None:
         )
         parser.add_argument("--mb", type=int, default=200)
         parser.add_argument("--turns", type=int, default=3)
+        parser.add_argument("--mbit", type=int, default=0, help="of each node's link, both ways; 0: no bound")
         given = parser.parse_args()
         if os.geteuid():
             parser.error("run it as root: network namespaces need that")
-        measure(given.mb, given.turns)
+        measure(given.mb, given.turns, given.mbit)
 
 
 if __name__ == "__main__":
