@@ -50,6 +50,7 @@ class FakeBuffer:
         self.client = self
         self.updates: list[tuple[int, str, str]] = []
         self.update_seconds = 5.0
+        self.cancel_seconds = 0.0
         self.refuse: dict[str, str] = {}
         self.deltas: dict[str, int] = {}
         self._ends = asyncio.Event()
@@ -90,6 +91,7 @@ class FakeBuffer:
             return Outcome(groups)
         except asyncio.CancelledError:
             self.cancelled += prompts
+            await asyncio.sleep(self.cancel_seconds)
             raise
         done = list(prompts)[:1] if len(prompts) > 1 else []  # the first of several had finished
         return Outcome({name: group(name, version) for name in done}, discarded=7)
@@ -321,6 +323,22 @@ async def test_a_stream_that_is_not_read_waits_and_one_that_is_closed_is_cancell
     await events.aclose()
     assert buffer.cancelled == ["a"]
     assert (requests.open_requests, requests.under_way) == (0, 0)
+
+
+@virtual
+async def test_who_is_aborted_twice_hears_it_once() -> None:
+    """As by a pause and then by sleep, while the buffer is still told of the first."""
+    buffer = FakeBuffer()
+    buffer.cancel_seconds = 2.0
+    requests = desk_of(buffer)
+    whole, streamed = ask(requests), asyncio.create_task(taken(stream(requests)))
+    await asyncio.sleep(1)
+    requests.pause(abort=True)
+    await asyncio.sleep(1)
+    requests.abort()
+    for task in (whole, streamed):
+        with pytest.raises(HttpError, match="mode=abort"):
+            await task
 
 
 @virtual

@@ -278,7 +278,8 @@ class OpenRequests:
     def abort(self) -> None:
         """End the requests in the buffer; requests that wait for the end of a pause go on waiting."""
         for request in self._requests:
-            if request.under_way and request.task is not None:
+            # Cancelled twice, it would seem that its client left, and a stream would never hear of its end.
+            if request.under_way and request.task is not None and not request.aborted:
                 request.aborted = True
                 request.task.cancel()
 
