@@ -29,6 +29,9 @@ from seer.common.wire import MAX_ID, Hello, Register
 MAX_SIZE = 2**31 - 1
 """Bound on every number of a capacity: blocks, tokens, requests."""
 
+MAX_PARTS = 1024
+"""Bound on an engine's data-parallel ranks, which are on one machine: the buffer keeps books of each."""
+
 MAX_VERSIONS = 64
 """Bound on the entries of `Register.versions`: every `Status` has them."""
 
@@ -152,6 +155,8 @@ def check_register(register: Register) -> None:
         least = 0 if name in ("draft_tokens", "image_tokens") else 1
         if not least <= value <= MAX_SIZE:
             raise InvalidField(f"capacity.{name}", value, f"must be in [{least}, {MAX_SIZE}]")
+    if (parts := register.capacity.parts) > min(register.capacity.kv_blocks, MAX_PARTS):
+        raise InvalidField("capacity.parts", parts, f"must be at most kv_blocks, and at most {MAX_PARTS}")
     longest = max((len(text) for item in register.versions.items() for text in item), default=0)
     if len(register.versions) > MAX_VERSIONS or longest > MAX_ID:
         fix = f"give at most {MAX_VERSIONS} entries of {MAX_ID} characters"

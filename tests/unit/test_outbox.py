@@ -367,6 +367,8 @@ def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
         ({"capacity": {"kv_blocks": -1}}, "capacity.kv_blocks = -1"),
         ({"capacity": {"max_model_len": MAX_SIZE + 1}}, "capacity.max_model_len = "),
         ({"capacity": {"draft_tokens": -1}}, "capacity.draft_tokens = -1"),
+        ({"capacity": {"parts": 2}}, "capacity.parts = 2: must be at most kv_blocks"),
+        ({"capacity": {"kv_blocks": MAX_SIZE, "parts": MAX_SIZE}}, "capacity.parts = "),
         ({"versions": {str(i): "" for i in range(MAX_VERSIONS + 1)}}, "versions = '65 entries'"),
         ({"versions": {"x": "y" * 513}}, "of 512 characters"),
     ],
