@@ -12,6 +12,9 @@ Invariants (tests/unit/test_ranked_backend.py, tests/e2e/test_data_parallel.py):
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +55,8 @@ from seer.services.engine.rank_process import (
 HOST = "127.0.0.1"
 
 RANK_SECONDS = 240.0
-"""Longest step of a rank: below `step_watch.STEP_SECONDS`, so that the error names the rank."""
+"""Longest step of a rank, and longest wait until it takes an order: below `step_watch.STEP_SECONDS`, so that
+the error names the rank."""
 
 LOOK_SECONDS = 1.0
 
@@ -74,7 +78,7 @@ class RankedBackend:
     def __init__(
         self, make: MakeRank, ranks: int, seconds: float, step_seconds: float = RANK_SECONDS
     ) -> None:
-        self._make, self._seconds = make, seconds
+        self._make, self._seconds, self._step_seconds = make, seconds, step_seconds
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self.lockstep = Lockstep(ranks, step_seconds)
@@ -89,6 +93,7 @@ class RankedBackend:
         port = free_port(HOST)
         for rank in range(self._ranks):
             ours, theirs = context.Pipe()
+            _bound_sends(ours, self._step_seconds)
             process = context.Process(
                 target=serve, args=(theirs, self._make, rank, port), name=f"rank-{rank}"
             )
@@ -232,6 +237,9 @@ class RankedBackend:
     def _tell(self, rank: int, command: Command) -> None:
         try:
             self._pipes[rank].send(command)
+        except BlockingIOError as error:
+            why = f"rank {rank} of this engine takes no orders: the engine ends, and starts again"
+            raise EngineBroken(why) from error
         except OSError as error:
             raise _gone(rank) from error
 
@@ -274,6 +282,13 @@ class RankedBackend:
                 raise EngineError(f"rank {rank}: {report.answer.problem}")
             self._stats[rank] = report.stats
             yield rank, report.answer
+
+
+def _bound_sends(pipe: Connection, seconds: float) -> None:
+    """Have sends fail that wait so long: a rank that is stopped does not read."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        whole, part = divmod(seconds, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
 
 
 def _gone(rank: int) -> EngineBroken:

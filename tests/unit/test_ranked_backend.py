@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -165,6 +166,17 @@ def test_a_rank_that_stands_still_is_named_and_killed(engines, tmp_path):
         run(engine)
     engine.close()
     assert time.monotonic() - begun < 20
+    assert all(gone(tmp_path, rank) for rank in range(RANKS))
+
+
+def test_a_rank_that_takes_no_orders_is_named_and_killed(engines, tmp_path):
+    engine = engines(tmp_path, step_seconds=1.5)
+    engine.start()
+    os.kill(engine._processes[1].pid, signal.SIGSTOP)
+    with pytest.raises(EngineBroken, match="rank 1 of this engine takes no orders"):
+        for _ in range(100):
+            engine.forget(["g" * 100_000])  # more than a pipe holds
+    engine.close()
     assert all(gone(tmp_path, rank) for rank in range(RANKS))
 
 
