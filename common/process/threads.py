@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,5 +17,7 @@ async def until_ended(work: Callable[[], T], stop: Callable[[], object] = lambda
         return await asyncio.shield(job)
     except asyncio.CancelledError:
         stop()
-        await asyncio.wait([job])
+        while not job.done():  # it may be cancelled again
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([job])
         raise
