@@ -10,6 +10,7 @@ from cluster_harness import roll, running
 from virtual_time import eventually, run, virtual
 
 from seer.client import WeightsRefused
+from seer.client.tensor_stream import TensorStream
 from seer.common import blobs, wire
 from seer.common.blobs import checksum
 from seer.common.clock import LoopClock
@@ -274,3 +275,50 @@ async def test_what_an_earlier_incarnation_left_stays_for_engines_that_are_not_b
         world.spool.remove_unneeded(set())
         assert (await world.put(wire.OpenSpool(name="v1-a", size=0))).problem == "is no longer needed"
         await world.stop()
+
+
+def tensors_of(*tensors):
+    """Return a stream's bytes."""
+    stream = TensorStream(*tensors)
+    return stream.read(0, stream.size)
+
+
+async def send(world, name, data, base=""):
+    """Send a small stream; return the last answer."""
+    await world.put(wire.OpenSpool(name=name, size=len(data), base=base))
+    return await world.put(wire.SpoolData(name=name, offset=0, checksum=checksum(data), data=data))
+
+
+STILL = np.zeros(500, "u1")
+BEFORE, AFTER = (tensors_of({"w": np.full(8, each, "u1"), "x": STILL}) for each in (0, 1))
+BETWEEN = tensors_of({"whole:w": np.ones(8, "u1")}, {"base": "v1-a"})
+
+
+@virtual
+async def test_a_stream_that_is_to_be_made_takes_no_bytes_of_its_own(tmp_path):
+    """Else its base could go, as if nobody needed it, before the delta comes."""
+    world = World(tmp_path)
+    await send(world, "v1-a", BEFORE)
+    await send(world, "v2-a", AFTER, base="v1-a")
+    world.spool.name("spool:v1-a")
+    world.spool.remove_unneeded(set())
+    await send(world, "v2-a.delta", BETWEEN)
+    assert not world.task.done(), world.task
+    state = await world.put(wire.OpenSpool(name="v2-a"))
+    assert (state.have, state.base) == (len(AFTER), "v1-a")
+    await world.stop()
+
+
+@virtual
+async def test_a_delta_of_an_earlier_incarnation_is_sent_and_applied_again(tmp_path):
+    for dies in (False, True):
+        world = World(tmp_path)
+        await send(world, "v1-a", BEFORE)
+        await world.put(wire.OpenSpool(name="v2-a", size=len(AFTER), base="v1-a"))
+        state = await world.put(wire.OpenSpool(name="v2-a.delta", size=len(BETWEEN)))
+        assert state.have == 0, "its trainer sends it"
+        await send(world, "v2-a.delta", BETWEEN)
+        await eventually(lambda said=world.said: said[-1][1].have == len(AFTER))
+        await world.stop()
+        if not dies:  # as if it had ended before all of the stream was there
+            (tmp_path / "seer-spool/v2-a" / blobs.NOTES).unlink()

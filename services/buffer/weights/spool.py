@@ -241,7 +241,8 @@ class Spool:
             if problem := self._removed.get(message.name):
                 await reply(address, wire.SpoolState(name=message.name, size=0, have=0, problem=problem))
             return
-        fits = 0 < len(message.data) <= stream.size - stream.have
+        # A stream that is made takes no bytes: once it were whole, its base could go before its delta comes.
+        fits = not stream.base and 0 < len(message.data) <= stream.size - stream.have
         if message.offset != stream.have or not fits:
             if not stream.resend_requested:  # once for all parts that are on their way
                 stream.resend_requested = True

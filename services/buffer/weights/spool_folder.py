@@ -27,7 +27,10 @@ class SpoolFolder(OwnFolder):
     # --- streams -------------------------------------------------------------------------
 
     def inherited(self) -> dict[str, tuple[int, str]]:
-        """Return size and token of an earlier incarnation's complete streams, by name; delete the others."""
+        """Return size and token of an earlier incarnation's complete streams, by name; delete the others.
+
+        Deltas, too: one that is there is not sent again, so what it was for would never be made.
+        """
         found: dict[str, tuple[int, str]] = {}
         if not self._configured:
             return found
@@ -37,7 +40,8 @@ class SpoolFolder(OwnFolder):
             try:
                 notes = json.loads((self.root / name / NOTES).read_bytes())
                 size, token = int(notes["size"]), str(notes["token"])
-                if notes["whole"] and (self.root / name / FILE).stat().st_size == size:
+                whole = notes["whole"] and not name.endswith(DELTA)
+                if whole and (self.root / name / FILE).stat().st_size == size:
                     found[name] = size, token
                     continue
             except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
