@@ -9,6 +9,8 @@ from virtual_time import virtual
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError
 from seer.common.net.identity import Identity
+from seer.services.engine.weights.delta_source import DeltaSource
+from seer.services.engine.weights.fetcher import WeightFetcher
 from seer.services.engine.weights.holders import AVOID_SECONDS, GONE, HOLDER_BYTES, Copy, Patience, Peers
 
 
@@ -64,7 +66,8 @@ async def test_an_engine_says_what_it_has_and_what_it_deleted():
     assert mine._find("v1") is copy
     assert mine._find("v2") == ""
     mine.withdraw(copy)
-    await copy.delete()
+    copy.end(GONE)
+    copy.delete()
     assert mine._find("v1") == GONE
     assert not copy.folder.exists()
     with pytest.raises(ValueError, match=GONE):
@@ -102,3 +105,20 @@ async def test_an_endpoint_that_is_taken_is_refused_by_the_setting():
     await transport.router("tcp://a:7")
     with pytest.raises(ConfigError, match=r"engine\.weights_endpoint = 'tcp://a:7': cannot bind"):
         await peers(transport).start("tcp://a:7", "")
+
+
+async def test_a_cancelled_discard_deletes_every_copy(monkeypatch):
+    mine = peers(None)
+    fetcher = WeightFetcher(None, peers=mine)
+    copies = [Copy("v1", 100), Copy("v1.delta", 10), Copy("v0", 100)]
+    for copy in copies:
+        mine.offer(copy)
+    delta = DeltaSource(copies[0], None, None)
+    fetcher._copy, fetcher._delta, fetcher._outdated = copies[0], delta, copies[2]
+    delta.copy = copies[1]
+    waiting = asyncio.create_task(fetcher.discard())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert [mine._find(copy.name) for copy in copies] == [GONE] * 3
+    assert [copy.folder.exists() for copy in copies] == [False] * 3

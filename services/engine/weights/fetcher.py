@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from seer.common import wire
 from seer.common.blobs import FILE, Answer, OneOfSeveral, Question, Source, fetch
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
+from seer.common.process.threads import until_ended
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.delta import changed as delta_changes
 from seer.common.weights.in_place import is_in_place
@@ -34,7 +36,7 @@ from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
 from seer.services.engine.weights.delta_source import DeltaSource
-from seer.services.engine.weights.holders import Buffer, Copy, Holder, Peers
+from seer.services.engine.weights.holders import GONE, Buffer, Copy, Holder, Peers
 from seer.services.engine.weights.manifest import resolve_beneath
 from seer.services.engine.weights.mooncake_reader import TrainerMemory
 
@@ -118,11 +120,15 @@ class WeightFetcher:
         kept, self._kept = self._kept, None
         await self._delete(kept)
 
-    async def _delete(self, copy: Copy | None) -> None:
-        if copy is not None:
+    async def _delete(self, *copies: Copy | None) -> None:
+        """Delete copies; cancelling this does not keep them from being deleted."""
+        there = [copy for copy in copies if copy is not None]
+        for copy in there:
             if self._peers is not None:
                 self._peers.withdraw(copy)
-            await copy.delete()
+            copy.end(GONE)
+        if there:
+            await until_ended(functools.partial(_delete, there))
 
     def arrived(self, message: Answer) -> None:
         """Take an answer of the buffer; late and unexpected ones are dropped."""
@@ -161,8 +167,7 @@ class WeightFetcher:
         delta, self._delta, self._delta_file = self._delta, None, None
         copies = self._copy, delta.copy if delta is not None else None, self._outdated
         self._copy, self._copied, self._outdated = None, "", None
-        for copy in copies:
-            await self._delete(copy)
+        await self._delete(*copies)
 
     def _check_size(self, size: int) -> None:
         """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
@@ -248,3 +253,8 @@ class WeightFetcher:
         peers.offer(copy)
         usable = peers.usable(endpoints)
         return [Holder(peers, each, copy, len(usable) - place, buffer) for place, each in enumerate(usable)]
+
+
+def _delete(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        copy.delete()

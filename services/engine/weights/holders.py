@@ -69,10 +69,9 @@ class Copy(Blob):
         super().__init__(name, size, Path(self._temporary.name), secrets.token_hex(16))
         self.senders: list[str] = []
 
-    async def delete(self) -> None:
-        """Delete the folder; cancelling this does not keep it from being deleted."""
-        self.end(GONE)
-        await asyncio.to_thread(self._temporary.cleanup)
+    def delete(self) -> None:
+        """Delete the folder; blocks. Call `end` before, as readers may wait for parts."""
+        self._temporary.cleanup()
 
 
 class Peers:
