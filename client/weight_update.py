@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from seer.common.blobs import checksum
 from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.process.log import get_logger
+from seer.common.process.threads import until_ended
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.lora import source_of
@@ -153,7 +155,8 @@ class Update:
             self._deltas.forget()
         else:
             whole = self._delta is None
-            await asyncio.to_thread(self._deltas.live, self._plan, self._name, live.version, whole=whole)
+            live_now = functools.partial(self._deltas.live, self._plan, self._name, live.version, whole=whole)
+            await until_ended(live_now)
         return live
 
     async def _prepare(self) -> None:
@@ -166,7 +169,8 @@ class Update:
         elif self.in_place is not None and self.stream is not None:
             self._set_digest(await asyncio.to_thread(self.stream.digest))
         elif self.stream is not None:
-            self._plan = await asyncio.to_thread(self._deltas.plan, self.stream, self._base)
+            # The next update may begin once this one is cancelled: two plans must not run at once.
+            self._plan = await until_ended(functools.partial(self._deltas.plan, self.stream, self._base))
             self._delta = self._plan.delta
             self._set_digest(self._plan.digest)
         if self._mooncake is not None:

@@ -1,12 +1,13 @@
 """A weight update on its trainer's side, with a buffer played by the test."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 from virtual_time import eventually, virtual
 
-from seer.client import WeightsRefused
+from seer.client import SentWeights, WeightsRefused
 from seer.client.weight_update import Update, new_call_id
 from seer.common import wire
 
@@ -138,3 +139,26 @@ async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_
     count = len(buffer.sent)
     await asyncio.sleep(60)
     assert len(buffer.sent) == count
+
+
+async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch):
+    """Else it could note its tensors as what was sent, after the next update has noted its own."""
+    begun, go_on, plan = threading.Event(), threading.Event(), SentWeights.plan
+
+    def slow(self, stream, base):
+        begun.set()
+        go_on.wait(10)
+        return plan(self, stream, base)
+
+    monkeypatch.setattr(SentWeights, "plan", slow)
+    deltas = SentWeights()
+    task = asyncio.create_task(Update(1, TENSORS, "", "finish", deltas).run(None))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    threading.Timer(0.2, go_on.set).start()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    before = deltas._sent
+    await asyncio.sleep(0.5)
+    assert deltas._sent is before
