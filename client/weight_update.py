@@ -124,9 +124,9 @@ class Update:
         if self.in_place is None:
             return await self._run_checked(send)
         self._deltas.forget()
-        self.stream = await asyncio.to_thread(self.in_place.offer, self._name)
         self._transfer = transfer = Transfer(self.in_place)
         try:
+            self.stream = await until_ended(functools.partial(self.in_place.offer, self._name))
             await self._prepare()
             return await self._run(send)
         except WeightsRefused as error:
@@ -174,7 +174,8 @@ class Update:
             self._delta = self._plan.delta
             self._set_digest(self._plan.digest)
         if self._mooncake is not None:
-            self.request.source, found = await asyncio.to_thread(self._mooncake.offer, self._name)
+            offer = functools.partial(self._mooncake.offer, self._name)
+            self.request.source, found = await until_ended(offer)
             self._set_digest(found)
 
     async def _run(self, send: Send) -> WeightsLive:

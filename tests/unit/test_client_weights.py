@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from virtual_time import eventually, virtual
 
-from seer.client import SentWeights, WeightsRefused
+from seer.client import SentWeights, SharedTensors, WeightsRefused
 from seer.client.weight_update import Update, new_call_id
 from seer.common import wire
 
@@ -162,3 +162,23 @@ async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch)
     before = deltas._sent
     await asyncio.sleep(0.5)
     assert deltas._sent is before
+
+
+async def test_what_an_update_in_place_offers_is_freed_though_it_is_cancelled_meanwhile():
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    class Slow(SharedTensors):
+        def offer(self, name):
+            begun.set()
+            go_on.wait(10)
+            calls.append("offer")
+
+        def end(self):
+            calls.append("end")
+
+    task = asyncio.create_task(Update(1, Slow({}), "", "finish").run(None))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    threading.Timer(0.2, go_on.set).start()
+    await asyncio.wait([task])
+    assert (task.cancelled(), calls) == (True, ["offer", "end"])
