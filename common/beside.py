@@ -69,6 +69,14 @@ def _width(kind: str) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
+def readable(sizes: Sequence[Sizes]) -> bool:
+    """Return whether so many bytes of each kind are entries as its name says."""
+    try:
+        return not any(size % _width(kind) for each in sizes for kind, size in each.items())
+    except ValueError:
+        return False
+
+
 def tail(word: str, beside: Mapping[str, Bytes], start: int) -> dict[str, Bytes]:
     """Return what there is of a word from its entry `start` on: views."""
     its = {kind: data for kind, data in beside.items() if kind.startswith(f"{word} ")}

@@ -149,10 +149,11 @@ class EngineConnections:
             min(counts, default=0) < 0
             or not sum(counts) == len(done.tokens) == len(done.logprobs)
             or beside.total(sizes) != extra
+            or not beside.readable(sizes)
         ):
             fix = (
                 f"must add up to the {len(done.tokens)} tokens, {len(done.logprobs)} logprobs and {extra} "
-                "bytes sent"
+                "bytes sent, which are whole entries of their kinds"
             )
             error = InvalidField("results", counts, fix)
             self.hub.refuse(address, error)

@@ -62,11 +62,11 @@ class Peer:
 class Trainer(Peer):
     role, endpoint, incoming = "trainer", Config().endpoints.trainers, wire.BufferToTrainer
 
-    async def submit(self, *prompts):
+    async def submit(self, *prompts, stream=False):
         submit = wire.Submit(
             rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=64),
             prompt_ids=list(prompts), lengths=[3] * len(prompts),
-            tokens=np.array([1, 2, 3] * len(prompts), np.int32),
+            tokens=np.array([1, 2, 3] * len(prompts), np.int32), stream=stream,
         )  # fmt: skip
         await self.say(submit)
 
@@ -201,6 +201,24 @@ async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked
             await engine.end(chunk, [7], **wrong)
             assert [answer.prompt_ids for answer in await trainer.hear(wire.Refused)] == refused
             await engine.again()
+
+
+@pytest.mark.parametrize("kind", ["top_logprobs", "top_logprobs <f4 x", "top_logprobs <f4 -1", "x |u1 3"])
+@virtual
+async def test_what_is_beside_streamed_tokens_and_cannot_be_read_ends_its_engine_alone(kind):
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p", stream=True)
+        (chunk,) = await engine.chunks()
+        part = wire.ChunkTokens(chunk.request_id, chunk.attempt, 1, 0, {kind: 4})
+        one = np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(4, np.uint8)
+        said = dict(zip(("tokens", "logprobs", "beside"), one, strict=True))
+        await engine.say(wire.ChunksDone(weight_version=0, results=[], going_on=[part], **said))
+        assert await trainer.engines() == []
+        await engine.again()
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [9])
+        assert await trainer.done() == {"p": [9]}
 
 
 @virtual
