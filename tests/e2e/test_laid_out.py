@@ -15,8 +15,9 @@ from engine_cases import BASE, chunk, engine_of, one_go, run
 from shared_engines import MODEL, changed_model
 from tiny_families import tiny
 from transformers import LlamaForCausalLM
+from vllm.model_executor.model_loader.reload import layerwise
 
-from seer.services.engine.vllm import core
+from seer.services.engine.vllm import core, laid_out
 
 pytestmark = pytest.mark.vllm
 
@@ -172,3 +173,31 @@ def count_loads(backend, monkeypatch):
 
     monkeypatch.setattr(backend.core, "rpc", counted)
     return loads
+
+
+def test_no_part_of_a_twin_is_left_that_cannot_be_made(monkeypatch):
+    """As where there is no memory for all of it: vLLM's notes of layers would keep it for ever."""
+
+    class Layer(torch.nn.Linear):
+        def load(self, parameter, loaded):
+            parameter.data.copy_(loaded)
+
+    model = torch.nn.Sequential(*(Layer(3, 3) for _ in range(3)))
+    for layer in model:
+        layer.weight.weight_loader = layer.load
+    layerwise.record_metadata_for_reloading(model)
+    gc.collect()
+    before, made, own = len(layerwise.LAYERWISE_INFO), [], laid_out._own_loader
+
+    def limited(*args):
+        made.append(own(*args))
+        if len(made) > 8:
+            raise MemoryError
+        return made[-1]
+
+    monkeypatch.setattr(laid_out, "_own_loader", limited)
+    with pytest.raises(MemoryError):
+        laid_out.LaidOut(None, model, "", lambda: False)
+    made.clear()
+    gc.collect()
+    assert len(layerwise.LAYERWISE_INFO) == before

@@ -55,8 +55,9 @@ class LaidOut:
         self, config: VllmConfig, model: torch.nn.Module, folder: str, stop: Callable[[], bool]
     ) -> None:
         self._live = list(model.modules())
-        self._twins = _twins(self._live)
+        self._twins = [copy.copy(module) for module in self._live]
         try:
+            _divide(self._live, self._twins)
             self._load(config, folder, stop)
         except BaseException:
             self.free()
@@ -105,12 +106,12 @@ def _until(stop: Callable[[], bool], weights: Iterator[Any]) -> Iterator[Any]:
         yield each
 
 
-def _twins(live: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return a twin of each module of a model; tied tensors are tied in the twins, too."""
-    twins = {module: copy.copy(module) for module in live}
+def _divide(live: list[torch.nn.Module], made: list[torch.nn.Module]) -> None:
+    """Give copies of a model's modules tensors of their own; tied ones are tied in the twins, too."""
+    twins = dict(zip(live, made, strict=True))
     memory: dict[int, torch.Tensor] = {}
     for module, twin in twins.items():
-        vars(twin).update({table: copy.copy(vars(module)[table]) for table in _TABLES})
+        twin.__dict__.update({table: copy.copy(module.__dict__[table]) for table in _TABLES})
         for table in (twin._parameters, twin._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
@@ -121,7 +122,6 @@ def _twins(live: list[torch.nn.Module]) -> list[torch.nn.Module]:
             if part is not None:
                 twin._modules[name] = twins[part]
         _share_metadata(module, twin)
-    return list(twins.values())
 
 
 def _own_loader(
