@@ -37,6 +37,8 @@ class FaultyRank(ReplayBackend):
             file.write(f"{what}\n")
 
     def start(self) -> None:
+        if self._fault == "start slowly":
+            time.sleep(600)
         if self._fault == "start":
             raise InvalidField("shared.model", "m", "cannot be loaded")
         super().start()

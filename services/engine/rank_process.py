@@ -6,6 +6,7 @@ Commands are done in the order in which they come: ranks that are sent the same 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import queue
 import signal
@@ -167,7 +168,8 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
     """Run a rank until the pipe is closed, or its backend fails."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the engine's process hands back first
-    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+    engine = multiprocessing.parent_process()  # it may have ended by now
+    threading.Thread(target=_end_with, args=[engine.pid if engine else 0], daemon=True).start()
     backend = make(rank, port)
     with contextlib.suppress(EOFError, OSError):  # the engine has ended
         try:

@@ -1,13 +1,17 @@
 """An engine of data-parallel ranks, with backends that are no model, each in a process of its own."""
 
+import contextlib
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import rank_backends
+from living import alive, wait_for
 
 from seer.common.errors import EngineBroken, EngineError
 from seer.common.policy.ranks import AHEAD
@@ -203,3 +207,30 @@ def test_statistics_add_up_or_are_the_slowest_rank_s(engines, tmp_path):
     engine = engines(tmp_path)
     engine.start()
     assert (engine.stats().running, engine.stats().generated_tokens) == (6, 30)
+
+
+ORPHAN = """
+import functools, multiprocessing, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import rank_backends
+from seer.services.engine.rank_process import serve
+context = multiprocessing.get_context("spawn")
+ours, theirs = context.Pipe()
+make = functools.partial(rank_backends.make, 0, "start slowly", 0, Path(sys.argv[2]))
+rank = context.Process(target=serve, args=(theirs, make, 0, 1))
+rank.start()
+print(rank.pid, flush=True)
+os._exit(9)  # before the rank runs a line
+"""
+
+
+def test_a_rank_ends_with_an_engine_that_ended_before_the_rank_began(tmp_path):
+    folder = Path(rank_backends.__file__).parent
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, folder, tmp_path], stdout=subprocess.PIPE) as engine:
+        rank = int(engine.stdout.readline())
+    try:
+        wait_for(lambda: not alive(rank))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
