@@ -1,6 +1,7 @@
 """Backends of ranks for tests: as the replay engine, with a fault at some step; each in a process of its own."""
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ BLOCKS = 40
 
 
 class FaultyRank(ReplayBackend):
-    """Does `fault` in its step `at`: `dies`, `hangs`, `fails`; or `load` fails, or the start.
+    """Does `fault` in its step `at`: `dies`, `hangs`, `fails`, `is full`; or `load` fails, or the start.
 
     `log`: a file to which it writes what it is told, so that tests see in which order ranks are.
     """
@@ -61,6 +62,8 @@ class FaultyRank(ReplayBackend):
                 os._exit(3)
             if self._fault == "hangs":
                 time.sleep(600)
+            if self._fault == "is full":
+                raise OSError(errno.ENOSPC, "No space left on device")
             if self._fault == "fails":
                 raise InvalidField("weights", "w", "no numbers")
         return super().step()

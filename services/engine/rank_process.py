@@ -171,13 +171,11 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
     engine = multiprocessing.parent_process()  # it may have ended by now
     threading.Thread(target=_end_with, args=[engine.pid if engine else 0], daemon=True).start()
     backend = make(rank, port)
-    with contextlib.suppress(EOFError, OSError):  # the engine has ended
+    with contextlib.suppress(OSError):  # the engine has ended
         try:
             backend.start()
             pipe.send(Report(Started(backend.capacity, backend.versions), backend.stats()))
             _Rank(pipe, backend).run()
-        except (EOFError, OSError):
-            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear it
             pipe.send(Report(Failed(str(error) or type(error).__name__)))
         finally:

@@ -138,7 +138,12 @@ def test_a_chunk_that_a_rank_refuses_harms_no_other(engines, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"), [("dies", "rank 1 of this engine has ended"), ("fails", "rank 1: .*no numbers")]
+    ("fault", "says"),
+    [
+        ("dies", "rank 1 of this engine has ended"),
+        ("fails", "rank 1: .*no numbers"),
+        ("is full", "rank 1: .*No space left"),
+    ],
 )
 def test_a_rank_that_ends_ends_the_engine_and_all_ranks(engines, tmp_path, fault, says):
     engine = engines(tmp_path, 1, fault, 3)
