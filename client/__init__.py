@@ -35,6 +35,7 @@ from seer.common.errors import (
     Unreachable,
     WeightsRefused,
 )
+from seer.common.receipt import Receipt
 from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
 from seer.common.wire import Mismatch, Progress, Status, WeightsLive
@@ -55,6 +56,7 @@ __all__ = [
     "Progress",
     "Prompt",
     "PromptInFlight",
+    "Receipt",
     "RequestRefused",
     "Response",
     "Reward",

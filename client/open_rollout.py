@@ -34,7 +34,7 @@ from seer.client.prompts import (
     prepare_one,
     with_images,
 )
-from seer.client.results import Group, Streamed, group_of, malformed
+from seer.client.results import Group, Noise, Streamed, group_of, malformed
 from seer.client.text import Tokenizer
 from seer.client.used_noise import Claim, UsedNoise
 from seer.common.beside import TopLogprobs
@@ -75,6 +75,12 @@ class Request:
             self.seed, self.rollout_number, self.n, self.sampling, self.group, self.first_index,
             self.prompt.places,
         )  # fmt: skip
+
+    @property
+    def noise(self) -> Noise:
+        """Where its responses have their noise from."""
+        group = self.group or self.prompt.id
+        return Noise(self.seed, self.rollout_number, group, self.first_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +392,7 @@ class OpenRollout:
         del self._in_flight[message.prompt_id]
         self.counts.finished += 1
         self.counts.tokens += len(message.tokens)
-        in_flight.finish(group_of(message, request.prompt, tokenizer, request.sampling))
+        in_flight.finish(group_of(message, request.prompt, tokenizer, request.sampling, request.noise))
 
     def fail(self, prompt_ids: Iterable[str], cls: type[RequestRefused], message: str) -> None:
         """End the unfinished prompts of `prompt_ids` in an error."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
-from seer.common import beside
+from seer.common import beside, receipt
 from seer.common.beside import TopLogprobs
 from seer.common.detokenizer import Detokenizer
+from seer.common.receipt import Receipt
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import Bytes, GroupDone, Logprobs, StreamedPart, Tokens, TokensGenerated
 
@@ -22,7 +24,7 @@ class Response:
     that string or the stop token id as text, empty when the response ran to max_tokens. `routed_experts`:
     expert ids, uint8 or uint16 [tokens, layers, experts of a token], of prompt and response without its last
     token, which no model has read; None unless `SamplingParams.routed_experts_from` asks for them.
-    `top_logprobs`: None unless `SamplingParams.top_logprobs` asks for them.
+    `top_logprobs`: None unless `SamplingParams.top_logprobs` asks for them; so is `receipt`.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Response:
     stop_reason: str
     routed_experts: beside.Array | None = None
     top_logprobs: TopLogprobs | None = None
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,15 @@ class Group:
     prompt_logprobs: TopLogprobs | None = None
 
 
+class Noise(NamedTuple):
+    """Where a prompt's responses have their noise from: they are those from `first_index` on of `group`."""
+
+    seed: int
+    rollout_number: int
+    group: str
+    first_index: int = 0
+
+
 def malformed(message: GroupDone, n: int, prompt: Prepared, sampling: SamplingParams) -> str:
     """Return what is wrong with a message that should have n responses to a prompt; empty: nothing."""
     counts = {len(message.finish_reasons), len(message.stop_reasons), len(message.lengths)}
@@ -70,8 +82,10 @@ def malformed(message: GroupDone, n: int, prompt: Prepared, sampling: SamplingPa
     expected = [{beside.TOP_LOGPROBS: (length, sampling.top_logprobs)} for length in message.lengths]
     expected[0][beside.PROMPT_LOGPROBS] = len(prompt.token_ids) - 1, sampling.prompt_logprobs
     try:
-        for extras, each in zip(_extras(message), expected, strict=True):
+        for extras, each, length in zip(_extras(message), expected, message.lengths, strict=True):
             beside.array_of(beside.ROUTED_EXPERTS, extras)
+            if sampling.receipt is True:
+                _chunks(extras, length)
             for word, (tokens, top) in each.items():
                 found = beside.array_of(word, extras)
                 shape = (tokens, 2, 1 + top) if top is not None and tokens else None
@@ -121,7 +135,7 @@ def _extras(message: GroupDone) -> list[dict[str, Bytes]]:
 
 
 def group_of(
-    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams, noise: Noise
 ) -> Group:
     """Return a message's group; `malformed` found nothing wrong with the message."""
     return Group(
@@ -130,7 +144,7 @@ def group_of(
         metadata=prompt.metadata,
         weight_version=message.weight_version,
         weights_digest=message.weights_digest,
-        responses=tuple(_responses(message, prompt, tokenizer, sampling)),
+        responses=tuple(_responses(message, prompt, tokenizer, sampling, noise)),
         chunks=message.chunks,
         migrations=message.migrations,
         preemptions=message.preemptions,
@@ -139,7 +153,7 @@ def group_of(
 
 
 def _responses(
-    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams, noise: Noise
 ) -> Iterable[Response]:
     start, detokenizer = 0, None if tokenizer is None else Detokenizer.of(tokenizer)
     before = [] if detokenizer is None else prompt.token_ids.tolist()
@@ -149,7 +163,7 @@ def _responses(
         stop_reason, text = message.stop_reasons[index], None
         if detokenizer is not None:
             text = response_text(detokenizer, before, token_ids.tolist(), stop_reason, sampling)
-        yield Response(
+        response = Response(
             index=index,
             token_ids=token_ids,
             logprobs=message.logprobs[start : start + length],
@@ -159,4 +173,44 @@ def _responses(
             routed_experts=beside.array_of(beside.ROUTED_EXPERTS, extras[index]),
             top_logprobs=TopLogprobs.of(beside.TOP_LOGPROBS, extras[index]),
         )
+        if sampling.receipt is True:
+            chunks = _chunks(extras[index], length)
+            its = _receipt(response, chunks, message.weights_digest, prompt, sampling, noise)
+            response = replace(response, receipt=its)
+        yield response
         start += length
+
+
+def _chunks(extras: Mapping[str, Bytes], length: int) -> list[receipt.ChunkRecord]:
+    """Return the records of a response's chunks. Raises `ValueError` unless they have all its tokens."""
+    lines = beside.array_of(receipt.WORD, extras)
+    return receipt.chunks(b"" if lines is None else lines.tobytes(), length)
+
+
+def _receipt(
+    response: Response,
+    chunks: list[receipt.ChunkRecord],
+    weights_digest: str,
+    prompt: Prepared,
+    sampling: SamplingParams,
+    noise: Noise,
+) -> Receipt:
+    index = noise.first_index + response.index
+    return receipt.sealed(
+        Receipt(
+            weights_digest=weights_digest,
+            prompt_token_ids=prompt.token_ids.tolist(),
+            images=prompt.places,
+            sampling=sampling,
+            seed=noise.seed,
+            rollout_number=noise.rollout_number,
+            group=noise.group,
+            index=index,
+            key=receipt.key_of(noise.seed, noise.rollout_number, noise.group, index),
+            chunks=chunks,
+            token_ids=response.token_ids.tolist(),
+            logprobs=response.logprobs.tolist(),
+            finish_reason=response.finish_reason,
+            stop_reason=response.stop_reason,
+        )
+    )

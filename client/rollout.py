@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 import numpy as np
 
 from seer.client.prompts import Prepared, batches, with_images
-from seer.client.results import Group, group_of, malformed
+from seer.client.results import Group, Noise, group_of, malformed
 from seer.client.text import Tokenizer
 from seer.client.used_noise import Claim
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
@@ -187,7 +187,8 @@ class Rollout:
         if problem:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
-        group = group_of(message, prompt, tokenizer, self.sampling)
+        noise = Noise(self.seed, self.rollout_number, prompt.id)
+        group = group_of(message, prompt, tokenizer, self.sampling, noise)
         self._groups[prompt.id] = group
         self._finished.append(group)
         del self._unfinished[prompt.id]

@@ -62,9 +62,10 @@ def params_digest(
 def sortable(sampling: SamplingParams) -> dict[str, object]:
     """Return the parameters by name, in a form that msgspec encodes in sorted order: all keys are text.
 
-    Those that are None are left out: a parameter that came later changes nothing where it is not used.
+    Those that are not given are left out: a parameter that came later changes nothing where it is not used.
     """
-    given = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}
+    unused = None, msgspec.UNSET
+    given = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value not in unused}
     return given | {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}}
 
 

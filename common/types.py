@@ -69,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     the rank of each token of the response, or of the prompt, and so many likeliest tokens in its place with
     their logprobs; None: do not. The prompt's, and its tokens' own logprobs, are `raw`.
     `structured_outputs` constrains the text: tokens that it forbids have no probability, also in logprobs.
+    `receipt`: return a `Receipt` with each response (`common/receipt.py`). If left out, nothing is sent of
+    it: peers before protocol 3.7 refuse a parameter that they do not know.
     """
 
     max_tokens: int = 512
@@ -89,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    receipt: bool | msgspec.UnsetType = msgspec.UNSET
 
     def check(self, field: str = "sampling") -> None:
         """Raise `InvalidField` naming the first field that cannot be accepted."""
@@ -167,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def _fields(sampling: SamplingParams) -> dict[str, object]:
     """Return what a value has, and what its constraint has: `convert` does not look into a Struct."""
-    fields = structs.asdict(sampling)
+    fields = {name: value for name, value in structs.asdict(sampling).items() if value is not msgspec.UNSET}
     structure = fields["structured_outputs"]
     if isinstance(structure, StructuredOutputs):
         fields["structured_outputs"] = structs.asdict(structure)

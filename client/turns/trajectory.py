@@ -29,6 +29,7 @@ from seer.client.prompts import Prepared, Prompt, token_array
 from seer.client.text import Tokenizer
 from seer.client.turns.turn_journal import Journal
 from seer.common.errors import InvalidField, RolloutFailed, Unreachable
+from seer.common.receipt import Receipt
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Logprobs, Tokens
 
@@ -54,7 +55,7 @@ class Turn:
 
     `start` is the position of its first token, counted from the beginning of the prompt. `finish_reason` is
     "context" where `max_context` left no room for more; the turn may then be empty. `text` is None without
-    a tokenizer, and cut at the stop string that ended the turn.
+    a tokenizer, and cut at the stop string that ended the turn. `receipt`: as in `Response`.
     """
 
     token_ids: Tokens
@@ -63,6 +64,7 @@ class Turn:
     start: int
     finish_reason: Literal["stop", "length", "context"]
     stop_reason: str
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +286,9 @@ class Trajectory:
         response = group.responses[0]
         finish = "context" if cut and response.finish_reason == "length" else response.finish_reason
         return Turn(
-            response.token_ids, response.logprobs, response.text, length, finish, response.stop_reason
-        )
+            response.token_ids, response.logprobs, response.text, length, finish, response.stop_reason,
+            response.receipt,
+        )  # fmt: skip
 
     def _add(self, turn: Turn) -> Turn:
         self.turns.append(turn)

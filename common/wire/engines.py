@@ -120,8 +120,9 @@ class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
     `finish` is the finish reason, empty if the response goes on. Of `drafted` tokens `accepted` were, by
-    cell. The chunk's first `start` tokens were streamed before. `beside`: what comes beside the response's
-    tokens, after what the buffer had.
+    cell, of all that drafted from the same tree. The chunk's first `start` tokens were streamed before.
+    `beside`: what comes beside the response's tokens, after what the buffer had. `verified`: how many tokens
+    were drafted for this chunk alone, and how many of them accepted; empty: none were.
     """
 
     request_id: str
@@ -134,6 +135,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
     accepted: Counts = []
     start: int = 0
     beside: Sizes = {}
+    verified: Counts = []
 
 
 class ChunkTokens(msgspec.Struct, array_like=True):

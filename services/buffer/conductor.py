@@ -9,14 +9,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from msgspec import structs
 
-from seer.common import beside, wire
+from seer.common import beside, receipt, wire
 from seer.common.clock import Clock
 from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
@@ -47,6 +47,8 @@ COLLECT_SECONDS = 10.0
 
 TICK_SECONDS = 0.5
 """How often `tick` is called."""
+
+ChunkPart = TypeVar("ChunkPart", wire.ChunkResult, wire.ChunkTokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Observer(Protocol):
 class Conductor:
     """Messages go to `out`; `observers` are told of all that happens.
 
+    `log_position` returns where the log's next row will be (`LogWriter.position`).
     `drained` is set once `drain` was called and all groups that were begun are finished and acknowledged.
     """
 
@@ -113,11 +116,12 @@ class Conductor:
         lease_seconds: float,
         out: Recipients,
         observers: Sequence[Observer] = (),
+        log_position: Callable[[], str] = str,
     ) -> None:
         self._clock = clock
         self.machine, self._requests, self._weights = machine, machine.requests, machine.weights
         self._store, self._kept, self._images = store, kept, images
-        self._out, self._observers = out, observers
+        self._out, self._observers, self._log_position = out, observers, log_position
         self._deliveries = Deliveries()
         self.conversations = Conversations()
         self.refusals = FailedPrompts()
@@ -262,6 +266,25 @@ class Conductor:
             weight_version=self._live().version,
             beside=beside.flat([each.beside for each in outputs]),
         )
+
+    def with_record(
+        self, engine: str, part: ChunkPart, extras: dict[str, wire.Bytes]
+    ) -> tuple[ChunkPart, dict[str, wire.Bytes]]:
+        """Return a part of a chunk, with the record of it beside its tokens if its response has a receipt."""
+        if not self._store.asks_receipts(part.request_id.rpartition("#")[0]):
+            return part, extras
+        record = receipt.ChunkRecord(count=part.count)
+        if part.start == 0:
+            known = self.machine.engines.get(engine)
+            record = structs.replace(
+                record, engine=engine, weight_version=self._live().version,
+                versions=known.register.versions if known else {}, log=self._log_position(),
+            )  # fmt: skip
+        if isinstance(part, wire.ChunkResult) and len(part.verified) == 2:
+            record = structs.replace(record, drafted=part.verified[0], accepted=part.verified[1])
+        line = np.frombuffer(receipt.line(record), np.uint8)[:, None]
+        extras = extras | beside.packed({receipt.WORD: line})
+        return structs.replace(part, beside=beside.sizes(extras)), extras
 
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]

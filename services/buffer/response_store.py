@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import UNSET
+from msgspec.structs import replace as replace_fields
 
 from seer.common import beside, ids, wire
 from seer.common.types import Placed, SamplingParams, TurnSpec
@@ -132,6 +134,11 @@ class Store:
         length = len(self._groups[group_id].outputs[index].tokens) // 4
         self._sent.setdefault(group_id, {})[index] = to, length
 
+    def asks_receipts(self, group_id: str) -> bool:
+        """Return whether the responses of a group are to have receipts."""
+        group = self._groups.get(group_id)
+        return group is not None and group.prompt.sampling.receipt is True
+
     def size(self, group_id: str) -> int:
         """Return how many bytes a group has so far, its prompt and what is beside its tokens included."""
         group = self._groups[group_id]
@@ -174,7 +181,7 @@ class Store:
             key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, place),
             prompt_len=turn.prompt_len if turn else len(prompt.tokens),
             max_new_tokens=dispatch.max_new_tokens,
-            sampling=prompt.sampling,
+            sampling=replace_fields(prompt.sampling, receipt=UNSET),  # engines need not know the parameter
             tokens=np.concatenate([prompt.tokens, _tokens(output)]) if output else prompt.tokens,
             wait_for_room=wait_for_room,
             acceptance=dispatch.acceptance,

@@ -116,6 +116,7 @@ class BufferServer:
             settings.trainer_lease_seconds,
             self._out,
             (self._rows, self._statistics),
+            self._rows.position,
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers = self._out.trainers

@@ -98,7 +98,8 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
     the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted` and
-    `accepted` count draft tokens verified and accepted, by cell (`common/policy/draft_costs.py`). `routes`:
+    `accepted` count draft tokens verified and accepted, by cell (`common/policy/draft_costs.py`), of all that
+    drafted from the same tree; `verified` are both sums of this chunk alone, empty without drafts. `routes`:
     expert ids [tokens, layers, experts of a token] of the context from `Chunk.routes_from` on, but its last
     token, which no model has read yet.
     """
@@ -111,6 +112,7 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     drafted: list[int] = []
     accepted: list[int] = []
+    verified: list[int] = []
     routes: Routes | None = None
 
 

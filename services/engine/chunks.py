@@ -144,6 +144,7 @@ def done_message(
                 end.accepted,
                 run.sent,
                 beside.sizes(extra),
+                end.verified,
             )
             for (end, run), extra in zip(ended, extras, strict=False)
         ],

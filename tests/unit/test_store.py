@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -83,6 +84,18 @@ def test_noise_is_that_of_the_groups_name_and_the_index_in_it():
     assert (late.request_id, late.group_id) == ("r/p#0", "r/p")
     everywhere = chunk_of(opened(groups=["/g"], first_indices=[3]))
     assert (everywhere.key, everywhere.draft_group) == (ids.request_key(4, 5, "/g", 3), "/g")
+
+
+def test_peers_that_know_no_receipts_are_not_told_of_the_parameter():
+    """`SamplingParams` refuses unknown fields, so an older buffer or engine would refuse the message."""
+    assert b"receipt" not in msgspec.msgpack.encode(SAMPLING)
+    store = opened(sampling=SamplingParams(max_tokens=8, receipt=True))
+    assert store.asks_receipts("r/p")
+    assert not opened().asks_receipts("r/p")
+    assert not store.asks_receipts("r/q")
+    assert chunk_of(store).sampling == SAMPLING
+    assert submitted().params_digest == submitted(sampling=SamplingParams(max_tokens=8)).params_digest
+    assert not store.same("r/p", submitted())
 
 
 def test_what_is_kept_of_a_request_takes_eight_bytes_a_token_and_little_beside():

@@ -307,6 +307,7 @@ def test_the_cell_with_every_parameter_leaves_none_out_and_stops_where_responses
         "top_logprobs",
         "prompt_logprobs",
         "structured_outputs",
+        "receipt",
     }  # what decides how long, and what is shown
     assert 1 < found.min_tokens < 24
     texts = [Letters().decode(each.token_ids)[found.min_tokens :] for each in groups[0].responses]

@@ -147,6 +147,12 @@ class LogWriter:
                 raise ConfigError(f"buffer.log = {folder!r}: cannot be used ({error}); {fix}") from error
             self._stop(error)
 
+    def position(self) -> str:
+        """Return where the next row will be, `FILE:OFFSET`; empty: in no file."""
+        if not isinstance(self._segments, Folder) or self.outage is not None:
+            return ""
+        return f"{log_folder.name(self._header)}:{self._size + len(self._text)}"
+
     def record(self, now: float, event: Event, out: Iterable[Instruction]) -> None:
         """Add an event that was just applied, and the instructions that the machines returned."""
         self._now = now

@@ -71,6 +71,8 @@ class _Run:
     stops: StopStrings | None
     cached_tokens: int = 0
     tree: str = ""
+    drafted: int = 0
+    accepted: int = 0
 
 
 class VllmBackend:
@@ -400,7 +402,10 @@ class VllmBackend:
         if self._drafting is not None:
             drafts = self.core.verified.get(output.request_id, ())
             others = drafts.count(SEPARATOR)
-            self._drafting.count(run.tree, len(output.new_token_ids), len(drafts) - others, 1 + others)
+            drafted, sampled = len(drafts) - others, len(output.new_token_ids)
+            self._drafting.count(run.tree, sampled, drafted, 1 + others)
+            run.drafted += drafted
+            run.accepted += min(sampled - 1, drafted)
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:
@@ -475,6 +480,7 @@ class VllmBackend:
             stop_reason=stop_reason,
             preemptions=run.request.num_preemptions,
             cached_tokens=run.cached_tokens,
+            verified=[run.drafted, run.accepted] if run.drafted else [],
             routes=routes,
         )
         result.ended.append(end)

@@ -19,7 +19,7 @@ from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 
 FIELDS = frozenset(SamplingParams.__struct_fields__) - {
-    "logprobs", "routed_experts_from", "top_logprobs", "prompt_logprobs",
+    "logprobs", "routed_experts_from", "top_logprobs", "prompt_logprobs", "receipt",
 }  # fmt: skip
 
 
