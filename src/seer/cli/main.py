@@ -105,6 +105,10 @@ for _command in (config_group, keys, *COMMANDS, *OBSERVE_COMMANDS):
 @BACKEND
 @click.option("--report", type=FILE, help="Write counts and timings to a JSON file.")
 @click.option("--report-html", type=FILE, help="Draw what ran when and where, also of a run that failed.")
+@click.option(
+    "--receipts", "receipt", is_flag=True, default=None,
+    help="Put a receipt beside each response, for `seer recompute`.",
+)  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
 @click.option(
     "--connect", default="", metavar="ENDPOINT",
@@ -181,6 +185,21 @@ def verify(json_file: Path | None, **options: object) -> None:
     from seer.verify.run import perform
 
     sys.exit(perform(job_of(Job, options, config_of(options)), json_file))
+
+
+@main.command()
+@click.argument("receipts", type=FILE)
+@MODEL
+@CONFIG
+def recompute(receipts: Path, **options: object) -> None:
+    """Generate the responses of RECEIPTS again: a file that `seer rollout --receipts` wrote, or of receipts.
+
+    Says of each whether it is equal, differs by last bits of arithmetic, or is different, and where first.
+    Exits with 1 if one is different.
+    """
+    from seer.verify.recompute import perform
+
+    sys.exit(perform(receipts, config_of(options)))
 
 
 @main.command()

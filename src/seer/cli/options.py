@@ -156,5 +156,6 @@ def job_of(kind: type[J], options: dict[str, object], config: Config) -> J:
     from seer.common.types import SamplingParams
 
     fields = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
-    sampling = msgspec.convert(options, SamplingParams)
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = msgspec.convert(given, SamplingParams)
     return msgspec.convert(fields | {"config": config, "sampling": sampling}, kind)

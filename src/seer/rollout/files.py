@@ -23,6 +23,7 @@ from seer.client.results import Group
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.config import Config
 from seer.common.errors import NOT_DECODED, InvalidField
+from seer.common.receipt import Receipt
 from seer.common.weights.digest import problem_of
 from seer.common.wire import Tokens
 from seer.rollout.image_reader import ImageReader
@@ -233,11 +234,37 @@ def encode_group(group: Group) -> bytes:
                 "logprobs": response.logprobs.tolist(),
                 "text": response.text,
                 "finish_reason": response.finish_reason,
+                **({} if response.receipt is None else {"receipt": _beside_response(response.receipt)}),
             }
             for response in group.responses
         ],
     }
     return msgspec.json.encode(record) + b"\n"
+
+
+_OF_GROUP = {"prompt_token_ids": "prompt_token_ids", "group": "id"}
+_OF_RESPONSE = ("index", "token_ids", "logprobs", "finish_reason")
+
+
+def _beside_response(receipt: Receipt) -> dict[str, Any]:
+    """Return a receipt without what its response's line says anyway: what is changed there is found, too."""
+    said = {*_OF_GROUP, *_OF_RESPONSE}
+    return {name: value for name, value in msgspec.structs.asdict(receipt).items() if name not in said}
+
+
+def receipts_of(record: dict[str, Any]) -> list[Receipt]:
+    """Return the receipts of a decoded line: of a group as `encode_group` writes it, or one alone.
+
+    Raises `LookupError`, `TypeError` or `msgspec.ValidationError` for what is neither.
+    """
+    if "responses" not in record:
+        return [msgspec.convert(record, Receipt, str_keys=True)]
+    group = {name: record[there] for name, there in _OF_GROUP.items()}
+    found = [
+        {**each["receipt"], **group, **{name: each[name] for name in _OF_RESPONSE}}
+        for each in record["responses"]
+    ]
+    return msgspec.convert(found, list[Receipt], str_keys=True)
 
 
 def write_report(option: str, path: Path, report: dict[str, object]) -> None:

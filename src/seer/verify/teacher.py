@@ -28,6 +28,7 @@ from seer.common.data_parallel import one_rank
 from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import PlacedImage
+from seer.verify.compare import Mismatch
 from seer.verify.numeric_or_bug import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
 from seer.verify.turns import Shown
@@ -42,25 +43,20 @@ Compared = tuple[Sequence[Group], Sequence[Group]]
 
 
 @dataclass(slots=True)
-class _Case:
-    """One token mismatch: the `slot` of a cell's list. `own` [1, vocab] is from the cell's own engine."""
+class Divergence:
+    """One token mismatch. `own` [1, vocab] is from the engine of `found`, if that computes otherwise."""
 
-    cell: CellReport
-    slot: int
+    mismatch: Mismatch
     reference: Response
     found: Response
     prompt: list[int]
-    images: Sequence[Placed]
+    images: Sequence[Placed] = ()
     own: npt.NDArray[np.float32] | None = None
-
-    @property
-    def position(self) -> int:
-        return self.cell.mismatches[self.slot].position
 
     @property
     def context(self) -> list[int]:
         """All tokens before the divergence."""
-        output: list[int] = self.reference.token_ids[: self.position].tolist()
+        output: list[int] = self.reference.token_ids[: self.mismatch.position].tolist()
         return self.prompt + output
 
     @property
@@ -71,7 +67,7 @@ class _Case:
     @property
     def shown(self) -> tuple[PlacedImage, ...]:
         """All images in the context; a tool may have shown others later."""
-        end = len(self.prompt) + self.position
+        end = len(self.prompt) + self.mismatch.position
         return tuple(PlacedImage(each.on_wire, each.image) for each in self.images if each.offset < end)
 
 
@@ -89,57 +85,72 @@ def judge(
     name; `images` is what responses saw.
     """
     cases = [
-        case for cell in report.cells if cell.name in runs for case in _cases(cell, *runs[cell.name], images)
+        (cell, slot, case)
+        for cell in report.cells
+        if cell.name in runs
+        for slot, case in _cases(cell, *runs[cell.name], images)
     ]
     if not cases:
         return
     say(f"judging {len(cases)} token mismatches")
-    for engine in dict.fromkeys(engines[case.cell.name] for case in cases):
+    for engine in dict.fromkeys(engines[cell.name] for cell, _, _ in cases):
         if engine != config.engine:
             with in_process(replace(config, engine=engine)) as backend:
-                for case in cases:
-                    if engines[case.cell.name] == engine:
+                for cell, _, case in cases:
+                    if engines[cell.name] == engine:
                         case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
     with in_process(config) as backend:
-        for case in cases:
-            _judge(case, report, backend)
+        for cell, slot, case in cases:
+            cell.mismatches[slot] = _judge(cell, case, report, backend)
 
 
 def _cases(
     cell: CellReport, reference: Sequence[Group], found: Sequence[Group], images: Shown
-) -> Iterator[_Case]:
+) -> Iterator[tuple[int, Divergence]]:
     ours = {group.prompt_id: group for group in reference}
     theirs = {group.prompt_id: group for group in found}
     for slot, mismatch in enumerate(cell.mismatches):
         if mismatch.kind == "token":
             group = ours[mismatch.prompt_id]
-            yield _Case(
-                cell=cell,
-                slot=slot,
-                reference=group.responses[mismatch.index],
-                found=theirs[mismatch.prompt_id].responses[mismatch.index],
-                prompt=group.prompt_token_ids.tolist(),
-                images=images.get((mismatch.prompt_id, mismatch.index), ()),
+            yield (
+                slot,
+                Divergence(
+                    mismatch=mismatch,
+                    reference=group.responses[mismatch.index],
+                    found=theirs[mismatch.prompt_id].responses[mismatch.index],
+                    prompt=group.prompt_token_ids.tolist(),
+                    images=images.get((mismatch.prompt_id, mismatch.index), ()),
+                ),
             )
 
 
-def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
-    mismatch = case.cell.mismatches[case.slot]
-    if case.cell.count("bug", judged=True) >= ENOUGH_BUGS:
-        case.cell.mismatches[case.slot] = replace(mismatch, verdict="unjudged")
-        return
+def _judge(cell: CellReport, case: Divergence, report: Report, backend: VllmBackend) -> Mismatch:
+    mismatch = case.mismatch
+    if cell.count("bug", judged=True) >= ENOUGH_BUGS:
+        return replace(mismatch, verdict="unjudged")
     key = ids.request_key(report.seed, report.rollout_number, mismatch.prompt_id, mismatch.index)
-    sampling = case.cell.sampling or report.sampling
-    evidence = _evidence(case, sampling, report.dtype, backend, key)
-    deviation = logprob_deviation(
-        case.reference, case.found, mismatch.position, evidence, sampling.temperature
-    )
-    case.cell.mismatches[case.slot] = judge_token(
-        mismatch, evidence, sampling, report.logprob_tolerance, deviation
-    )
+    sampling = cell.sampling or report.sampling
+    return judged(case, sampling, report.dtype, report.logprob_tolerance, backend, key)
 
 
-def _evidence(case: _Case, sampling: SamplingParams, dtype: str, backend: VllmBackend, key: int) -> Evidence:
+def judged(
+    case: Divergence,
+    sampling: SamplingParams,
+    dtype: str,
+    tolerance: float,
+    backend: VllmBackend,
+    key: int,
+) -> Mismatch:
+    """Return a token mismatch with its verdict. `key` is the noise's, `dtype` the model's."""
+    evidence = _evidence(case, sampling, dtype, backend, key)
+    position = case.mismatch.position
+    deviation = logprob_deviation(case.reference, case.found, position, evidence, sampling.temperature)
+    return judge_token(case.mismatch, evidence, sampling, tolerance, deviation)
+
+
+def _evidence(
+    case: Divergence, sampling: SamplingParams, dtype: str, backend: VllmBackend, key: int
+) -> Evidence:
     from seer.services.engine.vllm.logit_spread import forbid, logits_by_ways, noisy_values
 
     context, prompt_len = case.context, len(case.prompt)
