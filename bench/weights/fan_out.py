@@ -128,7 +128,7 @@ def send(addresses: list[str], size: int) -> None:
     data = np.random.default_rng(0).bytes(size)
 
     def to(address: str) -> None:
-        with socket.create_connection((address, PORT), timeout=60) as connection:
+        with socket.create_connection((address, PORT), timeout=600) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)  # until the receiver has written all and closes

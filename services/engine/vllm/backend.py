@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
-from seer.common.errors import EngineError, InvalidField, SeerError
+from seer.common.errors import EngineError, InvalidField, SeerError, Unsampleable
 from seer.common.image_models import image_model
 from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.sleep import SleepLevel, SleepState
@@ -405,7 +405,7 @@ class VllmBackend:
             drafted, sampled = len(drafts) - others, len(output.new_token_ids)
             self._drafting.count(run.tree, sampled, drafted, 1 + others)
             run.drafted += drafted
-            run.accepted += min(sampled - 1, drafted)
+            run.accepted += max(0, min(sampled - 1, drafted))
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:
@@ -437,11 +437,11 @@ class VllmBackend:
     def _fail(self, engine_id: str, result: StepOutput, logprobs: list[float]) -> None:
         """End a chunk that has no next token: the first logprob that is NaN stands in that one's place."""
         run, place = self._runs[engine_id], [math.isnan(value) for value in logprobs].index(True)
+        chunk = run.chunk
         self.core.fail(run.request)
         if self._sharing is not None:
             self._sharing.finished(run.request, 0, len(run.request.block_hashes))
         self._forget(engine_id)
-        chunk = run.chunk
         known = chunk.counts_from + chunk.sampling.max_tokens - run.left
         if run.tree:
             # A draft that is no number spoils rows before it, as kernels multiply it by zero: only what has
@@ -450,18 +450,14 @@ class VllmBackend:
             tokens = list(run.request.all_token_ids[:known])
             self.add(structs.replace(chunk, group_id="", tokens=tokens, max_new_tokens=new))
             return
-        problem = no_token(chunk, known + place)
-        failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
-        result.failed.append(failure)
+        _add_failure(result, chunk, no_token(chunk, known + place))
 
     def _fail_grammar(self, engine_id: str, result: StepOutput) -> None:
         """End a chunk whose grammar could not be compiled, or does not take what was sampled."""
         run = self._runs[engine_id]
         self._forget(engine_id)
         why = self.core.grammar_error(run.request) or "vLLM refused a token that it had allowed"
-        problem = unmet(run.chunk, why)
-        failure = ChunkFailure(request_id=run.chunk.request_id, attempt=run.chunk.attempt, error=problem)
-        result.failed.append(failure)
+        _add_failure(result, run.chunk, unmet(run.chunk, why))
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
         run, routes = self._runs[engine_id], None
@@ -470,20 +466,15 @@ class VllmBackend:
             routes = self.core.routes(engine_id, run.chunk.routes_from, known - 1)
         self._forget(engine_id)
         if finish and not run.chunk.parks and self._sharing is not None:
-            prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
-            size = self.capacity.block_size
+            prompt, before, size = run.chunk.prompt_len, len(run.chunk.tokens), self.capacity.block_size
             self._sharing.finished(run.request, prompt // size, before // size)
-        end = ChunkEnd(
-            request_id=run.chunk.request_id,
-            attempt=run.chunk.attempt,
-            finish=finish,
-            stop_reason=stop_reason,
-            preemptions=run.request.num_preemptions,
-            cached_tokens=run.cached_tokens,
-            verified=[run.drafted, run.accepted] if run.drafted else [],
-            routes=routes,
-        )
-        result.ended.append(end)
+        result.ended.append(
+            ChunkEnd(
+                request_id=run.chunk.request_id, attempt=run.chunk.attempt, finish=finish,
+                stop_reason=stop_reason, preemptions=run.request.num_preemptions, routes=routes,
+                cached_tokens=run.cached_tokens, verified=[run.drafted, run.accepted] if run.drafted else [],
+            )
+        )  # fmt: skip
         self._ended_trees.append(run.tree)
 
     def _report_acceptance(self, result: StepOutput) -> None:
@@ -503,3 +494,7 @@ class VllmBackend:
             self._drafting.end(run.tree)
         del self._engine_ids[run.chunk.request_id, run.chunk.attempt]
         self._preemptions += run.request.num_preemptions
+
+
+def _add_failure(result: StepOutput, chunk: Chunk, error: Unsampleable | InvalidField) -> None:
+    result.failed.append(ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=error))

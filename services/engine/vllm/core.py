@@ -252,7 +252,8 @@ class CoreHandle:
 
         While `held_length` is set, it counts instead.
         """
-        self._verified, self._drafted = self._drafted, length if self.held_length is None else self.held_length
+        self._verified = self._drafted
+        self._drafted = length if self.held_length is None else self.held_length
         self.engine_core.scheduler.draft_length = self._drafted
 
     @property
