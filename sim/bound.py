@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from seer.common.policy.rollout_bound import lower_bound
@@ -81,15 +82,22 @@ def of_rollout(
     `away`: seconds that each waits for its tools, or one number for all. Every row and every token of KV that
     is read takes its time; there are as few steps as memory (`kv_tokens`, `max_num_seqs`) allows, all with
     full batches. With drafts each token uses the draft length that is cheapest for it, accepted as often as
-    with all responses of the group in the tree.
+    with all responses of the group in the tree. Of a recorded rollout, prompts and drafted tokens do not
+    count, and acceptance is the best that was measured.
     """
+    if load.prompts:  # responses share them
+        load = replace(load, model=replace(load.model, prefill=0.0))
     model = load.model
     flat = np.array([length for group in lengths for length in group])
     longest = int(flat.max())
     # How many responses have a token 0, 1, 2, ..., and their context in the middle of that step.
     alive = flat.size - np.bincount(flat).cumsum()[:-1]
     context: Floats = load.prompt + np.arange(longest, dtype=np.float64) + 0.5
-    gains = GAINS[kind_of(max(map(len, lengths)) - 1, probe=False)] if drafts else np.ones(1)
+    gains = np.ones(1)
+    if drafts and load.acceptance:
+        gains = np.array([max(each.tokens for each in load.acceptance)])
+    elif drafts:
+        gains = GAINS[kind_of(max(map(len, lengths)) - 1, probe=False)]
     # max(0, rows' compute - weights) is at least any part of the difference, the number of steps at least
     # what either limit asks for: each pair gives a bound, and one of them is the best of all mixtures.
     least_hidden = min(1.0, model.step / model.weights) if model.weights else 1.0

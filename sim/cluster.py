@@ -26,15 +26,12 @@ from seer.services.buffer.events import Joined, ToIncarnation
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.context.context_machine import EstimateMachine
-from seer.sim.drafting import Drafting, kind_of
+from seer.sim.drafting import Drafting, RecordedDrafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.network import Link, Network
 from seer.sim.pool import Pool
 from seer.sim.ranks import RankedInstance
 from seer.sim.workload import Workload
-
-DISPATCH_SECONDS = 0.01
-"""From the end of a chunk to the first step of the next: two messages and a scheduler step."""
 
 PUBLISH_SECONDS = 0.05
 """How long the context service collects changes: `PUBLISH_SECONDS` of its server."""
@@ -95,7 +92,8 @@ class Cluster:
         )
         self.context = EstimateMachine(ESTIMATORS[policy.estimator]())
         self.drafts = drafts
-        drafting = Drafting() if drafts else None
+        recorded = RecordedDrafting(load.acceptance) if load.acceptance else Drafting()
+        drafting = recorded if drafts else None
         self.instances: dict[str, Instance] = {
             name: self._instance(name, drafting, policy)
             for name in (f"e{index:04}" for index in range(load.instances))
@@ -109,6 +107,7 @@ class Cluster:
         self._publishing = False
         self._began: dict[str, int] = {}  # how many responses of each group have started
         self._since: dict[str, float] = {}
+        self._prompts: set[tuple[str, str]] = set()  # instances, and groups of which some response ran there
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
 
@@ -133,8 +132,9 @@ class Cluster:
 
     def _submit(self) -> None:
         by_size: dict[int, list[events.GroupSpec]] = {}
-        for number, size in enumerate(self._sizes):
-            by_size.setdefault(size, []).append(events.GroupSpec(str(number), self.load.prompt))
+        prompts = self.load.prompts or (self.load.prompt,) * len(self._sizes)
+        for number, (size, prompt) in enumerate(zip(self._sizes, prompts, strict=True)):
+            by_size.setdefault(size, []).append(events.GroupSpec(str(number), prompt))
         for size, specs in by_size.items():
             self._tell(events.GroupsSubmitted("trainer", "r", size, self.load.cap, specs))
 
@@ -209,12 +209,12 @@ class Cluster:
         self._began[group] = self._began.get(group, 0) + (not view.produced)
         if self.drafts:
             chunk.kind = kind_of(self._began[group] - 1, item.probe)
-        self._at(self.now + DISPATCH_SECONDS, self._bring, view.context, chunk, instance)
+        self._at(self.now + self.load.dispatch, self._bring, view.context, chunk, instance)
 
     def _bring(self, context: int, chunk: Chunk, instance: Instance) -> None:
         """Have a context's KV: cached, from the pool or computed; then its chunk begins."""
         response, number = self._response_of(chunk.request_id), self._numbers[instance.name]
-        cached = instance.take(response)
+        cached = instance.take(response) or self._shared(chunk.request_id, instance.name)
         pulled = self.pool.found(number, response, cached, self.now) if self.pool else 0.0
         chunk.prefill = context - cached - pulled
         self.counts["prefilled_tokens"] += chunk.prefill
@@ -223,6 +223,15 @@ class Cluster:
             self.pool.fetch(number, pulled, self.now, lambda at: self._add(instance, chunk))
         else:
             self._add(instance, chunk)
+
+    def _shared(self, request_id: str, instance: str) -> float:
+        """Return how many tokens of a recorded prompt an instance has of another response to it."""
+        if not self.load.prompts:
+            return 0.0
+        group, size = self.buffer.requests[request_id].group, self.load.model.block_size
+        known = (instance, group.group_id) in self._prompts
+        self._prompts.add((instance, group.group_id))
+        return float((group.prompt_len - 1) // size * size) if known else 0.0
 
     def _link_wakes(self, network: Network, link: Link) -> None:
         time = link.next_event()

@@ -2,17 +2,20 @@
 
 A drafted token at place k is accepted with probability alpha^k; alpha follows from the paper's mean
 acceptance length with n other responses of the group in the tree (its linear drafts on Qwen2-VL). Draft
-lengths are chosen by `common/policy/draft_budget.choose_lengths`, with the instance's step times.
+lengths are chosen by `common/policy/draft_budget.choose_lengths`, with the instance's step times. With a
+recorded `Workload.acceptance` all requests have what was measured with as large a batch instead; then the
+times of steps, recorded as well, have the time of drafting.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 
 from seer.common.policy.draft_budget import HIGH_WEIGHT, choose_lengths
-from seer.sim.workload import Model
+from seer.sim.workload import Accepted, Model
 
 SIBLINGS = (0, 1, 5, 15)
 """Numbers of siblings (other responses of the group in the tree) with a published acceptance length."""
@@ -51,7 +54,12 @@ GAINS = np.concatenate([np.ones((CLASSES, 1)), 1 + _CHANCES.cumsum(axis=1)], axi
 
 
 class Drafting:
-    """Tokens per step by class, cached: batches that differ by a few percent share an entry."""
+    """Tokens per step by class, cached: batches that differ by a few percent share an entry.
+
+    `share`: time of drafting as a share of the step.
+    """
+
+    share = DRAFT_SHARE
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[list[float], float]] = {}
@@ -64,6 +72,22 @@ class Drafting:
             known = self._known[key] = _choose(model, key[1:], key[0])
         rates, drafted = known
         return rates, drafted * sum(counts) / sum(key[1:])
+
+
+class RecordedDrafting(Drafting):
+    """What was measured, by batch."""
+
+    share = 0.0
+
+    def __init__(self, acceptance: Sequence[Accepted]) -> None:
+        super().__init__()
+        self._batches, self._tokens, self._drafted = zip(*acceptance, strict=True)
+
+    def rates(self, model: Model, counts: list[int], kv_tokens: float) -> tuple[list[float], float]:
+        """See `Drafting.rates`."""
+        batch = sum(counts)
+        tokens = float(np.interp(batch, self._batches, self._tokens))
+        return [tokens] * CLASSES, batch * float(np.interp(batch, self._batches, self._drafted))
 
 
 def _coarse(number: int) -> int:

@@ -36,14 +36,17 @@ class _Line(_Response):
     responses: list[_Response] | None = None
 
 
-def load_workload(named: str, cluster: str | None = None) -> Workload:
+def load_workload(named: str, cluster: str | None = None, base: Workload | None = None) -> Workload:
     """Return a workload by its name, or from a .toml or .jsonl file.
 
-    A trace runs on the `cluster` of another workload, by name or file. Raises `InvalidField` and
-    `ConfigError`.
+    A trace runs on the `cluster` of another workload, by name or file. With a `base`, a recorded rollout, it
+    is a .toml file with what differs from that. Raises `InvalidField` and `ConfigError`.
     """
     path = Path(named)
     is_trace = path.suffix == ".jsonl"
+    if base is not None and (path.suffix != ".toml" or cluster is not None):
+        fix = "with --from-log give .toml files, with what is to differ from the rollout, and no --cluster"
+        raise InvalidField("--workload", named, fix)
     if cluster is not None and not is_trace:
         raise InvalidField("--cluster", cluster, f"is for traces, FILE.jsonl; {named} has its own cluster")
     if named in WORKLOADS:
@@ -54,7 +57,7 @@ def load_workload(named: str, cluster: str | None = None) -> Workload:
             raise InvalidField("--workload", named, fix)
         return recorded(load_workload(cluster), path.name, read_trace(path))
     if path.suffix == ".toml":
-        return _described(path)
+        return _described(path, base)
     fix = f"choose from {', '.join(WORKLOADS)}, or give a file, .toml or .jsonl"
     raise InvalidField("--workload", named, fix)
 
@@ -106,7 +109,7 @@ def _length(response: _Response, where: str) -> int:
     return length
 
 
-def _described(path: Path) -> Workload:
+def _described(path: Path, recorded: Workload | None = None) -> Workload:
     try:
         table = tomllib.loads(_read(path).decode())
     except (ValueError, RecursionError) as error:
@@ -117,10 +120,12 @@ def _described(path: Path) -> Workload:
     for name, value in (("like", like), ("trace", trace)):
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{path}: {name} = {value!r}: give a string")
-    if like is not None:
-        if like not in WORKLOADS:
-            raise ConfigError(f"{path}: like = {like!r}: choose from {', '.join(WORKLOADS)}")
-        base = msgspec.to_builtins(WORKLOADS[like]())
+    if recorded is not None and (like, trace) != (None, None):
+        raise ConfigError(f"{path}: like, trace: a recorded rollout has all of it: leave them out")
+    if like is not None and like not in WORKLOADS:
+        raise ConfigError(f"{path}: like = {like!r}: choose from {', '.join(WORKLOADS)}")
+    if recorded is not None or like is not None:
+        base = msgspec.to_builtins(recorded or WORKLOADS[str(like)]())
         table = base | table | {"model": base["model"] | table.get("model", {})}
     table["name"] = path.name
     lengths = read_trace(path.parent / trace) if trace else ()
@@ -138,7 +143,7 @@ def _unknown(table: dict[str, object]) -> Iterator[str]:
     if not isinstance(model, dict):
         yield f"model = {model!r}: give a table, [model]"
         return
-    given_otherwise = ("name", "lengths")
+    given_otherwise = ("name", "lengths", "prompts", "acceptance")
     known = [*(each for each in Workload.__struct_fields__ if each not in given_otherwise), "like", "trace"]
     for prefix, keys, fields in (("", table, known), ("model.", model, list(Model.__struct_fields__))):
         for key in keys:

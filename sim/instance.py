@@ -23,7 +23,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import count
 
-from seer.sim.drafting import CLASSES, DRAFT_SHARE, Drafting
+from seer.sim.drafting import CLASSES, Drafting
 from seer.sim.workload import Model
 
 EPSILON = 1e-6
@@ -148,7 +148,7 @@ class Instance:
         if self._drafting is not None:
             self._rates, drafted = self._drafting.rates(self.model, self._counts, self._kv_read())
             self._gain = sum(rate * n for rate, n in zip(self._rates, self._counts, strict=True) if n)
-        share = 1 + DRAFT_SHARE if drafted else 1.0
+        share = 1 + self._drafting.share if self._drafting is not None and drafted else 1.0
         batch = len(self._running)
         self._step = share * self.model.seconds(batch, drafted, self._kv_read())
         self._rise = share * self.model.read(batch, drafted) * self._growth()

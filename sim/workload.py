@@ -15,12 +15,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from seer.common.errors import InvalidField
 from seer.common.types import MAX_IDLE_SECONDS, Capacity
+
+DISPATCH_SECONDS = 0.01
+"""From the end of a chunk to the first step of the next: two messages and a scheduler step."""
 
 OUTLIER = 2.5
 """Factor by which outliers are longer."""
@@ -39,7 +43,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     the weights, which takes `weights` (w). `kv` (c) reads the KV of one token, once for all rows of its
     request; `attend` (d) computes one row's attention to it, which dominates where KV is compressed.
     `prefill` computes one prompt token, `pull` brings one token's KV over a node's link. `kv_tokens` tokens
-    of `kv_bytes` each fit beside the weights; `kv_bytes` is used in reports only (0: unknown).
+    of `kv_bytes` each fit beside the weights; `kv_bytes` is used in reports only (0: unknown). The buffer
+    reserves room for `draft_tokens` of a request.
     """
 
     step: float
@@ -54,6 +59,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_bytes: int = 0
     block_size: int = 16
     max_num_seqs: int = 1024
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("step", "request", "kv", "attend", "row", "weights", "prefill", "pull"):
@@ -74,6 +80,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return max(self.kv, self.attend * (requests + drafted) / max(requests, 1))
 
 
+class Accepted(NamedTuple):
+    """What was measured with `batch` requests: of each and in a step, tokens generated and tokens drafted."""
+
+    batch: float
+    tokens: float
+    drafted: float
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rollout of `groups` prompts x `group_size` responses on `instances` engines.
 
@@ -81,7 +95,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     length), `between` and `outliers`. With `turns` above 1 responses are trajectories of that many turns on
     average, and `cap` counts what tools add as well; `sim/turns.py` has what the `tool_` fields mean.
     `pool`: instances share a KV pool; else what one does not have it computes again. `node_instances` of them
-    share a node, and its links. An instance has `ranks` data-parallel ranks, with equal parts of its KV.
+    share a node, and its links. An instance has `ranks` data-parallel ranks, with equal parts of its KV. A
+    chunk takes `dispatch` seconds on its way to an instance and back, beside fetches.
+    `prompts` are recorded lengths of prompts by group, of which `prompt` is the shortest; then a response
+    finds the full blocks of its prompt where another one to it has run. `acceptance`: `sim/drafting.py`.
     Raises `InvalidField`.
     """
 
@@ -104,6 +121,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool: bool = True
     node_instances: int = 1
     ranks: int = 1
+    dispatch: float = DISPATCH_SECONDS
+    prompts: tuple[int, ...] = ()
+    acceptance: tuple[Accepted, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("instances", "groups", "group_size", "cap", "prompt", "node_instances", "ranks"):
@@ -114,15 +134,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InvalidField(f"workload.{name}", getattr(self, name), "must be in [0, 1]")
         if not self.lengths and not 1 <= self.mean < self.cap:
             raise InvalidField("workload.mean", self.mean, f"must be in [1, cap = {self.cap})")
+        if not 0 <= self.dispatch < MAX_IDLE_SECONDS:
+            raise InvalidField("workload.dispatch", self.dispatch, f"must be in [0, {MAX_IDLE_SECONDS:g})")
         if not 0 < self.sigma < 10:
             raise InvalidField("workload.sigma", self.sigma, "must be in (0, 10)")
         self._check_turns()
         if any(not 1 <= length <= self.cap for group in self.lengths for length in group):
             raise InvalidField("workload.lengths", "...", f"must be in [1, cap = {self.cap}]")
-        if self.prompt + self.cap + 1 > self.model.kv_tokens // self.ranks:
-            least = f"prompt + cap = {self.prompt + self.cap}"
+        if self._longest + 1 > self.model.kv_tokens // self.ranks:
+            least = f"prompt + cap = {self._longest}"
             if self.ranks > 1:
-                least = f"ranks x (prompt + cap) = {self.ranks * (self.prompt + self.cap)}"
+                least = f"ranks x (prompt + cap) = {self.ranks * self._longest}"
             fix = f"cannot hold one response on each rank: raise it above {least}"
             raise InvalidField("model.kv_tokens", self.model.kv_tokens, fix)
 
@@ -141,13 +163,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     @property
+    def _longest(self) -> int:
+        """The most tokens that a prompt and its response may have."""
+        return max(self.prompts, default=self.prompt) + self.cap
+
+    @property
     def capacity(self) -> Capacity:
         """An instance's capacity, as the instance would register it at the buffer."""
         return Capacity(
             kv_blocks=self.model.kv_tokens // self.model.block_size,
             block_size=self.model.block_size,
             max_num_seqs=self.model.max_num_seqs,
-            max_model_len=self.prompt + self.cap,
+            max_model_len=self._longest,
+            draft_tokens=self.model.draft_tokens,
             parts=self.ranks,
         )
 

@@ -97,9 +97,7 @@ class EngineConnections:
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
                 best = self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))
-                speeds = best.best_rate, best.token_seconds_alone
-                report = events.EngineReported(name, best.pinned_blocks, best.generated_tokens, *speeds)
-                self._conductor.apply(report)
+                self._conductor.apply(_reported(name, best))
             case wire.WeightsPrepared() | wire.WeightsLoaded() | wire.Slept():
                 self._conductor.apply(FromEngine(name, message))
             case wire.OpenSpool() | wire.ReadSpool():
@@ -190,3 +188,12 @@ class EngineConnections:
         name = self._peers.name_of(address)
         if name is not None and self._peers.address_of(name) == address:
             self._conductor.give_up([name], "its connection is gone", died=True)
+
+
+def _reported(name: str, stats: InstanceStats) -> events.EngineReported:
+    """Return the row of an engine's report in the log."""
+    computed = max(0, stats.prompt_tokens - stats.cached_tokens)
+    return events.EngineReported(
+        name, stats.pinned_blocks, stats.generated_tokens, stats.best_rate, stats.token_seconds_alone,
+        stats.steps, stats.drafted_tokens, stats.accepted_tokens, computed, stats.pool_tokens,
+    )  # fmt: skip

@@ -43,6 +43,25 @@ def test_a_rollout_draws_itself(tmp_path: Path, temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
+def test_its_log_is_simulated_again_and_ends_when_it_did(tmp_path: Path, temporary: Path) -> None:
+    log, found = tmp_path / "log", tmp_path / "found.json"
+    timed = ["engine.replay.step_seconds=0.03", "engine.replay.row_seconds=0.003", f"buffer.log={log}"]
+    settings = [part for each in timed for part in ("--set", each)]
+    options = ["--chunk-size", "32", "--max-tokens", "400", "--max-num-seqs", "6", *settings]
+    subprocess.run(command(tmp_path, *options), check=True, timeout=120)
+    seer = [sys.executable, "-m", "seer.cli.main"]
+    again = [*seer, "sim", "--from-log", str(log), "--policies", "static", "--json", str(found)]
+    subprocess.run(again, check=True, timeout=120)
+    [study] = json.loads(found.read_text())["workloads"]
+    times = {each["label"]: each["summary"]["total"] for each in study["policies"]}
+    assert times[study["real"]["label"]] == pytest.approx(study["real"]["total"], rel=0.1)
+    assert times["static"] > times["seer"]
+    drawn = [*seer, "report", str(log), "--out", str(tmp_path / "again.html")]
+    told = subprocess.run(drawn, check=True, capture_output=True, text=True, timeout=120).stderr
+    assert f"simulated: seer {times['seer']:.1f} s; the best other policy, " in told
+    assert list(temporary.iterdir()) == []
+
+
 def test_one_that_is_told_to_stop_draws_what_it_did(tmp_path: Path, temporary: Path) -> None:
     with subprocess.Popen(command(tmp_path, *SLOW), stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None

@@ -27,6 +27,7 @@ from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Left, Tick
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
+from seer.services.buffer.requests.state import Limits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -133,6 +134,7 @@ class LaterSegment(msgspec.Struct):
     started: float = HEADER.started
     clock: float = HEADER.clock
     number: int = HEADER.number
+    limits: Limits = HEADER.limits
 
     def machine(self) -> BufferMachine:
         return self.state

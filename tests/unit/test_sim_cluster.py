@@ -9,8 +9,8 @@ from sim_parts import LOAD, MODEL
 
 from seer.common.policy.schedule import POLICIES, Policy, oracle
 from seer.sim.bound import of_rollout
-from seer.sim.cluster import DISPATCH_SECONDS, Cluster, Outcome
-from seer.sim.workload import Workload
+from seer.sim.cluster import Cluster, Outcome
+from seer.sim.workload import DISPATCH_SECONDS, Workload
 
 LENGTHS = LOAD.draw(7)
 NAMES = [*POLICIES, "oracle"]
@@ -46,6 +46,20 @@ def test_every_response_ends_once_not_before_the_bound_and_each_time_the_same(na
     preempted = outcome.counts["preemptions"]
     assert preempted == 0 if policy_of(name).admission else preempted > 0
     assert (outcome.counts["recomputed_tokens"] > 0) == (preempted > 0)
+
+
+def test_responses_to_a_recorded_prompt_share_its_full_blocks_and_dispatches_take_as_long_as_recorded():
+    lengths = [[100, 100, 100], [50]]
+    load = replace(LOAD, instances=1, pool=False, groups=2, lengths=tuple(map(tuple, lengths)))
+    plain = Cluster(load, POLICIES["divided"], lengths, chunk_size=200).run()
+    assert plain.counts["prefilled_tokens"] == 4 * load.prompt
+    recorded = replace(load, prompt=40, prompts=(64, 40), dispatch=2.0)
+    shared = Cluster(recorded, POLICIES["divided"], lengths, chunk_size=200).run()
+    assert shared.counts["prefilled_tokens"] == 64 + 2 * (64 - 48) + 40
+    assert 1.9 < shared.total - plain.total < 2.0
+    slow = replace(recorded, model=replace(MODEL, prefill=0.5))
+    found = Cluster(slow, POLICIES["divided"], lengths, chunk_size=200).run()
+    assert found.total >= of_rollout(slow, lengths, False).seconds(1)
 
 
 def test_the_context_service_has_its_say_as_in_production():

@@ -13,8 +13,9 @@ from seer.services.buffer import events
 class EngineReported(events.Row, frozen=True):
     """An engine reports how many blocks saves to the KV pool pin, which placements depend on.
 
-    The other fields are for people who read the log: the tokens that the engine has generated since it
-    started, and the engine's best speeds, as in `InstanceStats`; 0 in logs of releases up to 0.4.0.
+    The other fields are for those who read the log, as in `InstanceStats`: counts since the engine started,
+    and the engine's best speeds. `computed_tokens` are those of prompts that were not cached. 0 in logs of
+    releases up to 0.4.0.
     """
 
     instance: str
@@ -22,6 +23,11 @@ class EngineReported(events.Row, frozen=True):
     generated_tokens: int = 0
     best_rate: float = 0.0
     token_seconds_alone: float = 0.0
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: int = 0
+    pool_tokens: int = 0
 
 
 class KeptResponse(events.Row, frozen=True):

@@ -277,7 +277,8 @@ def report(log: Path | None, out: Path | None, trace: Path | None, rollout_id: s
 
     log = log or log_of_running()
     html = Path("report.html") if out is None and trace is None else out
-    click.echo(write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id), err=True)
+    lines = write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id, what_if=True)
+    click.echo(lines, err=True)
     click.echo(f"wrote {' and '.join(str(file) for file in (html, trace) if file is not None)}", err=True)
 
 
@@ -304,7 +305,15 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 )  # fmt: skip
 @click.option("--cluster", metavar="NAME|FILE", help="The workload whose instances run a trace.")
 @click.option(
-    "--policy", "policies", default="", callback=_names, metavar="NAME[,...]",
+    "--from-log", type=click.Path(path_type=Path), metavar="LOG",
+    help="Run a rollout of a buffer's log again, as it was but for the --workload files given.",
+)  # fmt: skip
+@click.option(
+    "--rollout", "rollout_id", default="", metavar="ID", help="Which one of it.  [default: the last]"
+)
+@click.option("--instances", type=POSITIVE, help="Engines, instead of a workload's.")
+@click.option(
+    "--policy", "--policies", "policies", default="", callback=_names, metavar="NAME[,...]",
     help="Policies to compare, always with static.  "
     "[default: static,least-loaded,divided,least-generated,seer-paper,seer,oracle]",
 )  # fmt: skip

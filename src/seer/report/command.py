@@ -9,6 +9,7 @@ from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout
 from seer.rollout.files import check_writable, write_whole
+from seer.sim_command.from_log import best_other
 
 
 def write_reports(
@@ -17,8 +18,11 @@ def write_reports(
     html: Path | None,
     trace_file: Path | None = None,
     rollout_id: str = "",
+    what_if: bool = False,
 ) -> str:
     """Write the files that are given; return a line about the rollout in them, and one on the engines' time.
+
+    With `what_if` a line says how another policy would have done, if the log tells.
 
     Raises `InvalidField` for what is no log, for a rollout that it lacks, and for a file that cannot be
     written.
@@ -32,8 +36,10 @@ def write_reports(
     if trace_file is not None:
         write_whole("--trace", trace_file, trace(view))
     figures = ", ".join(f"{value} {name}" for value, name in view.figures())
-    line = f"rollout {view.rollout.rollout_id}: {figures}"
-    if view.lost is None:
-        return line
-    parts = (f"{part.title} {share / 10:.1f} %" for part, share in view.lost.per_mille().items())
-    return f"{line}\nthe engines' time: {', '.join(parts)}"
+    lines = [f"rollout {view.rollout.rollout_id}: {figures}"]
+    if view.lost is not None:
+        parts = (f"{part.title} {share / 10:.1f} %" for part, share in view.lost.per_mille().items())
+        lines.append(f"the engines' time: {', '.join(parts)}")
+    if what_if and (other := best_other(timeline, view.rollout)):
+        lines.append(other)
+    return "\n".join(lines)

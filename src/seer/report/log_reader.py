@@ -35,16 +35,16 @@ from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
 
 
-def read_timeline(log: Path) -> Timeline:
+def read_timeline(log: Path, named: str = "LOG") -> Timeline:
     """Read a file, or all files `*.jsonl` of a folder: every incarnation of a buffer.
 
-    Raises `InvalidField` for what is no log.
+    Raises `InvalidField`, whose field is `named`, for what is no log.
     """
     try:
         files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
         files = [path for path in files if path.stat().st_size]
         if not files:
-            raise InvalidField("LOG", str(log), "holds no log: give a folder or file that buffer.log wrote")
+            raise InvalidField(named, str(log), "holds no log: give a folder or file that buffer.log wrote")
         reader = LogReader()
         for path in files:
             header, lines = rows.read(path)
@@ -54,9 +54,9 @@ def read_timeline(log: Path) -> Timeline:
         reader.finish()
     except OSError as error:
         fix = f"{error.strerror}; give a folder or file that buffer.log wrote"
-        raise InvalidField("LOG", str(log), fix) from error
+        raise InvalidField(named, str(log), fix) from error
     except rows.LogError as error:
-        raise InvalidField("LOG", str(log), str(error)) from error
+        raise InvalidField(named, str(log), str(error)) from error
     return reader.timeline
 
 
@@ -121,6 +121,7 @@ class LogReader:
                 self._take_over(header.machine())
         self._incarnation, self._number = header.incarnation, header.number
         timeline.version, timeline.policy = header.version, header.policy
+        timeline.chunk_size = header.limits.chunk_size
 
     def add(self, line: rows.Line) -> None:
         """Take a row: what happened, then what the buffer answered."""
@@ -389,6 +390,7 @@ class LogReader:
             engine.incarnation = None
 
     def _reported(self, event: events.EngineReported) -> None:
+        self.timeline.reports.setdefault(event.instance, []).append((self.timeline.end, event))
         speed = self.timeline.speeds.setdefault(event.instance, Speed())
         speed.best_rate = max(speed.best_rate, event.best_rate)
         alone = [each for each in (speed.seconds_alone, event.token_seconds_alone) if each]

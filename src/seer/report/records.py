@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from seer.common.types import Capacity
+from seer.services.buffer.requests.events import EngineReported
 
 
 class End(Enum):
@@ -142,7 +143,7 @@ class Span:
 class Timeline:
     """All that happened. `chunks` are in the order of their dispatch, `end` is the time of the last row.
 
-    `speeds` are by engine.
+    `speeds` and `reports`, with their times, are by engine. `chunk_size` is the buffer's setting.
     """
 
     version: str = ""
@@ -153,3 +154,5 @@ class Timeline:
     incarnations: list[EngineIncarnation] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     speeds: dict[str, Speed] = field(default_factory=dict)
+    reports: dict[str, list[tuple[float, EngineReported]]] = field(default_factory=dict)
+    chunk_size: int | None = None

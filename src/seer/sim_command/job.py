@@ -41,12 +41,16 @@ from seer.sim.study import (
 )
 from seer.sim.study import perform as perform_one
 from seer.sim.workload import WORKLOADS, Workload
+from seer.sim_command.from_log import RealRun, read_run
 
 POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
 """Policies that are compared by default."""
 
 DEFAULT = "seer"
 """The default policy for `--plan`, and for plots beside the baseline."""
+
+RECORDED = ("lengths", "prompts")
+"""Fields of a workload that are not in the report: they have an entry for each response or prompt."""
 
 TABLE_WIDTH = 240
 """A table is not cut to a narrower terminal, or to a pipe's 80 columns."""
@@ -68,6 +72,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     plot: Path | None
     plan: float | None
     log: Path | None = None
+    from_log: Path | None = None
+    rollout_id: str = ""
+    instances: int | None = None
+    real: RealRun | None = None
 
     def chunk(self, load: Workload) -> int:
         """Return the tokens of a chunk."""
@@ -76,7 +84,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def perform(job: Job) -> int:
     """Simulate and print; return the exit code. Raises `InvalidField` and `ConfigError`."""
-    loads = [_adjusted(load_workload(name, job.cluster), job) for name in job.workloads or WORKLOADS]
+    job = _as_it_was(job)
+    base = None if job.real is None else job.real.load
+    loads = [load_workload(name, job.cluster, base) for name in job.workloads]
+    loads = loads or ([each() for each in WORKLOADS.values()] if base is None else [base])
+    loads = [_adjusted(load, job) for load in loads]
     policies = job.policies or POLICIES
     compared = variants(policies, job.drafts)
     check_writable("--json", job.json_file)
@@ -93,6 +105,22 @@ def perform(job: Job) -> int:
         whole = {"seeds": job.seeds, "workloads": report}
         write_report("--json", job.json_file, msgspec.to_builtins(whole, str_keys=True))
     return 0
+
+
+def _as_it_was(job: Job) -> Job:
+    """Return a job with the rollout of a log, if one is given: as it was, unless told otherwise."""
+    if job.from_log is None:
+        if job.rollout_id:
+            raise InvalidField("--rollout", job.rollout_id, "is of a log: give --from-log")
+        return job
+    real = read_run(job.from_log, job.rollout_id)
+    drafts, chunk_size = real.variant.drafts, job.chunk_size or real.chunk_size
+    if job.drafts and not drafts:
+        raise InvalidField(
+            "--drafts", True, "the rollout had none, so their acceptance is not known: leave it out"
+        )
+    policies = tuple(dict.fromkeys((real.variant.policy, *(job.policies or POLICIES))))
+    return replace(job, real=real, policies=policies, drafts=drafts, chunk_size=chunk_size)
 
 
 def _log(loads: Sequence[Workload], job: Job, path: Path) -> int:
@@ -113,6 +141,8 @@ def _adjusted(load: Workload, job: Job) -> Workload:
     for option, value in (("--group-size", job.group_size), ("--between", job.between)):
         if value is not None and load.lengths:
             raise InvalidField(option, value, f"{load.name} has recorded lengths: leave it out")
+    if job.instances is not None:
+        load = replace(load, instances=job.instances)
     if job.between is not None:
         load = replace(load, between=job.between)
     if job.group_size is not None:  # the same number of responses, of fewer or more prompts
@@ -143,13 +173,17 @@ def _study(
         runs = run_all(planned, job.workers or cpus(), on_run)
     summaries = summarize(runs, first)
     console.print(table_of(load, summaries, job))
+    if job.real is not None:
+        console.print(_against(job.real, load, summaries, job), markup=False, soft_wrap=True)
     if job.plot is not None:
         from seer.sim.plots import draw
 
         for path in draw(load, [run for run in runs if run.seed == 0], job.plot):
             console.print(str(path), style="dim", markup=False, soft_wrap=True)
     return {
-        "workload": {key: value for key, value in msgspec.structs.asdict(load).items() if key != "lengths"},
+        "workload": {
+            key: value for key, value in msgspec.structs.asdict(load).items() if key not in RECORDED
+        },
         "chunk_size": job.chunk(load),
         "responses": sum(map(len, load.draw(0))),
         "policies": [
@@ -157,7 +191,18 @@ def _study(
             for each in summaries
         ],
         "runs": [replace(run, trace=None) for run in runs],
+        "real": job.real
+        and {"label": job.real.variant.label, "total": job.real.total, "tail": job.real.tail},
     }
+
+
+def _against(real: RealRun, load: Workload, summaries: Sequence[Summary], job: Job) -> str:
+    """Return how far the simulation is from the run, and what it leaves out."""
+    text = f"the real run: {real.variant.label} on {real.load.instances} engines, {real.total:.1f} s"
+    if (load, job.chunk_size) == (real.load, real.chunk_size):
+        [same] = (each for each in summaries if each.variant == real.variant)
+        text += f"; simulated {same.total:.1f} s, an error of {same.total / real.total - 1:+.1%}"
+    return "; ".join((text, *(f"left out: {each}" for each in real.beside)))
 
 
 def _traced(compared: Sequence[Variant]) -> list[Variant]:
@@ -196,7 +241,7 @@ def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
 
 
 def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
-    """Return a table of the results of a study, beside the paper's."""
+    """Return a table of the results of a study, beside the paper's, or those of the `real` run."""
     responses = f"{load.groups} prompts, {load.groups * load.group_size} responses"
     if load.lengths:
         responses = f"{len(load.lengths)} prompts, {sum(map(len, load.lengths))} recorded responses"
@@ -205,7 +250,10 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
         f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
     )
     table = Table(title=Text(title), title_justify="left", title_style="bold")
-    rows = [_cells(each, figures(load, each.variant)) | _turn_cells(load, each) for each in summaries]
+    rows = [
+        _cells(each, figures(load, each.variant)) | _turn_cells(load, each) | _real_cells(each, job.real)
+        for each in summaries
+    ]
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     for heading in shown:
         style = "cyan" if heading.startswith("paper") else ""
@@ -237,6 +285,18 @@ def _cells(found: Summary, paper: Figures) -> dict[str, str]:
         "migr.": f"{found.migrations:.0f}",
         "TB": f"{found.pulled_terabytes:.1f}",
         "error": f"{found.error:.2f}",
+    }
+
+
+def _real_cells(found: Summary, real: RealRun | None) -> dict[str, str]:
+    """Return the real run's times, and how far a simulated row is from them."""
+    if real is None:
+        return {}
+    ran = " (ran)" if found.variant == real.variant else ""
+    return {
+        "policy": found.variant.label + ran,
+        "real s": _beside(real.total, found.total, ".1f"),
+        "real tail": _beside(real.tail, found.tail, ".1f"),
     }
 
 
