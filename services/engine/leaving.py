@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import stat
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -141,6 +142,8 @@ async def noticed(where: str, clock: Clock) -> float:
 def _read(where: str) -> str | None:
     """Return the text of a file; None: there is none."""
     try:
+        if not stat.S_ISREG(Path(where).stat().st_mode):  # a FIFO would have the engine wait for its writer
+            raise OSError(f"{where} is not a regular file")
         with Path(where).open("rb") as file:
             return file.read(_MOST_BYTES).decode()
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import os
 import threading
 from datetime import UTC, datetime
 
@@ -15,6 +16,7 @@ from virtual_time import virtual
 from seer.common.clock import LoopClock
 from seer.common.config import Config
 from seer.common.types import InstanceStats
+from seer.services.engine import leaving
 from seer.services.engine.leaving import LEAST_NOTICE_SECONDS, noticed, seconds_left
 from seer.services.engine.replay.backend import ReplayBackend
 
@@ -53,6 +55,21 @@ def test_a_notice_that_is_nested_too_deep_is_none():
 def test_other_text_is_no_notice(text):
     with pytest.raises(ValueError, match=r"\S"):
         seconds_left(text, NOW)
+
+
+def test_what_would_block_its_reader_is_no_notice(tmp_path):
+    os.mkfifo(tmp_path / "notice")
+    told = []
+
+    def read():
+        with pytest.raises(OSError, match="not a regular file") as info:
+            leaving._read(str(tmp_path / "notice"))
+        told.append(info)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(5)
+    assert told
 
 
 @virtual
