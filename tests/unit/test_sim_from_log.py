@@ -115,6 +115,17 @@ def test_no_time_is_negative_and_all_add_up():
     assert (work @ times).sum() == pytest.approx(seconds.sum())
 
 
+def test_a_busy_machine_s_slow_seconds_change_the_level_alone():
+    """Other work comes and goes while batches shrink, so it would look as if small batches were slow."""
+    requests = np.linspace(64, 4, 60)
+    true = 0.02 + 0.001 * requests
+    busy = np.where(np.arange(60) % 3 == 0, np.linspace(1, 5, 60), 1.0)
+    steps = 1 / (true * busy)
+    times = from_log._fit(np.array([steps, steps * requests]).T, np.ones(60))
+    assert times[0] / times[1] == pytest.approx(20, rel=0.3)
+    assert times.tolist() == pytest.approx(np.array([0.02, 0.001]) * 60 / (steps * true).sum(), rel=0.2)
+
+
 @pytest.mark.parametrize(("tokens", "drafted"), [(1, 0), (2, 3)])
 def test_each_policy_s_end_stands_beside_the_real_one(tmp_path, tokens, drafted):
     log, report = (
