@@ -3,8 +3,8 @@
 A drafted token at place k is accepted with probability alpha^k; alpha follows from the paper's mean
 acceptance length with n other responses of the group in the tree (its linear drafts on Qwen2-VL). Draft
 lengths are chosen by `common/policy/draft_budget.choose_lengths`, with the instance's step times. With a
-recorded `Workload.acceptance` all requests have what was measured with as large a batch instead; then the
-times of steps, recorded as well, have the time of drafting.
+recorded `Workload.acceptance` all requests have what was measured with about as large a batch and as long
+contexts instead; then the times of steps, recorded as well, have the time of drafting.
 """
 
 from __future__ import annotations
@@ -75,19 +75,21 @@ class Drafting:
 
 
 class RecordedDrafting(Drafting):
-    """What was measured, by batch."""
+    """What was measured with the batch and the contexts that are nearest."""
 
     share = 0.0
 
     def __init__(self, acceptance: Sequence[Accepted]) -> None:
         super().__init__()
-        self._batches, self._tokens, self._drafted = zip(*acceptance, strict=True)
+        batches, contexts, self._tokens, self._drafted = np.array(acceptance, np.float64).T
+        self._places = np.log2([batches, contexts])
 
     def rates(self, model: Model, counts: list[int], kv_tokens: float) -> tuple[list[float], float]:
         """See `Drafting.rates`."""
         batch = sum(counts)
-        tokens = float(np.interp(batch, self._batches, self._tokens))
-        return [tokens] * CLASSES, batch * float(np.interp(batch, self._batches, self._drafted))
+        here = np.log2([max(batch, 1), max(kv_tokens / max(batch, 1), 1.0)])
+        nearest = int(np.square(self._places - here[:, None]).sum(axis=0).argmin())
+        return [float(self._tokens[nearest])] * CLASSES, batch * float(self._drafted[nearest])
 
 
 def _coarse(number: int) -> int:

@@ -81,9 +81,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Accepted(NamedTuple):
-    """What was measured with `batch` requests: of each and in a step, tokens generated and tokens drafted."""
+    """What a step had for each of `batch` requests of `context` tokens: new tokens, and drafted tokens."""
 
     batch: float
+    context: float
     tokens: float
     drafted: float
 

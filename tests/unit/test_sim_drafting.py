@@ -4,8 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.sim.drafting import ACCEPTANCE_LENGTH, CLASSES, GAINS, MAX_DRAFT, SIBLINGS, Drafting, kind_of
-from seer.sim.workload import WORKLOADS
+from seer.sim.drafting import (
+    ACCEPTANCE_LENGTH,
+    CLASSES,
+    GAINS,
+    MAX_DRAFT,
+    SIBLINGS,
+    Drafting,
+    RecordedDrafting,
+    kind_of,
+)
+from seer.sim.workload import WORKLOADS, Accepted
 
 MODELS = [make().model for make in WORKLOADS.values()]
 COUNTS = st.lists(st.sampled_from((0, 0, 1, 2, 7, 40)), min_size=CLASSES, max_size=CLASSES).filter(any)
@@ -21,6 +30,15 @@ def test_the_tables_are_the_published_ones():
         assert GAINS[kind, MAX_DRAFT] == pytest.approx(ACCEPTANCE_LENGTH[kind % PLAIN])
         assert GAINS[kind, 0] == 1
         assert all(GAINS[kind, k] < GAINS[kind, k + 1] for k in range(MAX_DRAFT))
+
+
+def test_recorded_drafts_are_those_of_the_nearest_batch_and_context():
+    known = [Accepted(60, 50, 1.5, 0.5), Accepted(60, 400, 3.0, 2.0), Accepted(4, 400, 4.0, 6.0)]
+    drafting = RecordedDrafting(known)
+    for batch, context, each in ((55, 40, 0), (64, 500, 1), (2, 300, 2), (1, 200, 2)):
+        rates, drafted = drafting.rates(MODELS[0], only(3, batch), batch * context)
+        assert rates == [known[each].tokens] * CLASSES
+        assert drafted == batch * known[each].drafted
 
 
 def test_kinds_go_by_siblings_begun():

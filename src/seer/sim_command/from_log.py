@@ -303,14 +303,17 @@ def _dispatch(policy: str, intervals: Sequence[_Interval]) -> float:
 
 
 def _acceptance(intervals: Sequence[_Interval]) -> tuple[Accepted, ...]:
-    """Return what drafts brought, by batches that differ by a factor of two at most."""
-    batches: dict[int, list[_Interval]] = defaultdict(list)
+    """Return what drafts brought, by batches and contexts that differ by a factor of two at most."""
+    alike: dict[tuple[int, int], list[_Interval]] = defaultdict(list)
     for each in intervals:
         if each.rows > 0:
-            batches[round(math.log2(max(each.rows / each.steps, 1.0)))].append(each)
-    sums = (np.array(batches[level], np.float64).sum(axis=0).tolist() for level in sorted(batches))
-    totals = [_Interval(*each) for each in sums]
+            batch, context = max(each.rows / each.steps, 1.0), max(each.read / each.rows, 1.0)
+            alike[round(math.log2(batch)), round(math.log2(context))].append(each)
+    totals = [_Interval(*np.array(alike[key], np.float64).sum(axis=0).tolist()) for key in sorted(alike)]
     return tuple(
-        Accepted(each.rows / each.steps, each.generated / each.rows, each.drafted / each.rows)
+        Accepted(
+            max(each.rows / each.steps, 1.0), max(each.read / each.rows, 1.0),
+            each.generated / each.rows, each.drafted / each.rows,
+        )
         for each in totals
-    )
+    )  # fmt: skip
