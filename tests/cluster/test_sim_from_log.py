@@ -12,7 +12,7 @@ from seer.sim_command.from_log import read_run
 
 REPLAY = ReplayConfig(step_seconds=0.02, row_seconds=0.002, mean_tokens=150)
 ENGINE = EngineConfig(backend="replay", kv_blocks=60, max_num_seqs=16, replay=REPLAY)
-PROMPTS = [[1 + number % 90] * (3 + number % 5) for number in range(24)]
+PROMPTS = [[1 + number % 90] * (3 + number % 5) for number in range(48)]
 
 
 async def run(folder, policy, engines, chunk_size):
@@ -28,14 +28,13 @@ async def run(folder, policy, engines, chunk_size):
 @virtual
 async def test_other_policies_more_engines_and_shorter_chunks_end_when_the_simulation_says(tmp_path):
     seer = await run(tmp_path / "seer", "seer", 2, 64)
-    model, took = seer.load.model, seer.total
+    model = seer.load.model
     assert (model.step, model.request) == pytest.approx((REPLAY.step_seconds, REPLAY.row_seconds), rel=0.02)
     assert (model.prefill, model.kv) == pytest.approx((0, 0), abs=1e-6)
-    assert perform(Task(seer.load, seer.variant, 0, 64)).total == pytest.approx(took, rel=0.03)
+    assert perform(Task(seer.load, seer.variant, 0, 64)).total == pytest.approx(seer.total, rel=0.02)
     for policy, engines, chunk_size in (("static", 2, 64), ("divided", 2, 32), ("seer", 4, 64)):
         real = await run(tmp_path / f"{policy}{engines}", policy, engines, chunk_size)
         assert real.load.lengths == seer.load.lengths
         load = replace(seer.load, instances=engines)
         found = perform(Task(load, Variant(policy), 0, chunk_size)).total
-        assert found == pytest.approx(real.total, rel=0.05)
-        assert (found > took) == (real.total > took)
+        assert found == pytest.approx(real.total, rel=0.03)
