@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -148,7 +149,21 @@ def test_the_work_is_linear_even_where_no_token_makes_text(byte: int) -> None:
         stream.push([byte] * 10)
     assert tokenizer.decoded < (4 if byte == 0x61 else MOST_PENDING) * 10_000
     stream.push([0x62])
-    assert stream._shown.count("\ufffd" if byte == 0x80 else "a") >= 9_000
+    assert "".join(stream._shown).count("\ufffd" if byte == 0x80 else "a") >= 9_000
+
+
+@pytest.mark.parametrize("call", ["", "<tool_call>"])
+def test_a_piece_copies_nothing_of_what_came_before(call: str) -> None:
+    texts, calls = TextStream(Detokenizer.of(Counting()), []), CallStream(HERMES)
+    for push, piece in ((texts.push, b"abcd" * 4), (calls.push, "abcd" * 4)):
+        calls.push(call)
+        for _ in range(8_000):
+            push(piece)
+        tracemalloc.start()
+        push(piece)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 20_000
 
 
 def test_special_tokens_without_end_cost_little() -> None:

@@ -45,7 +45,7 @@ class TextStream:
         self._whole = whole
         self._waiting: list[int] = []
         self._held = ""
-        self._shown = ""
+        self._shown: list[str] = []  # as pieces: to add to a text copies it
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add the next tokens, at least one; return the text that they settle."""
@@ -56,11 +56,12 @@ class TextStream:
         self._held += "".join(map(self._steps.step, tokens[:end]))
         settled = len(self._held) if self._whole else possible_start(self._held, self._stop)
         piece, self._held = self._held[:settled], self._held[settled:]
-        self._shown += piece
+        self._shown.append(piece)
         return piece
 
     def finish(self, whole: str) -> str:
         """Return the rest of the response's whole text. Raises `HttpError` if that is another text."""
-        if not whole.startswith(self._shown):
+        shown = "".join(self._shown)
+        if not whole.startswith(shown):
             raise HttpError(500, "the model's tokenizer changed text that was sent: do not stream")
-        return whole[len(self._shown) :]
+        return whole[len(shown) :]

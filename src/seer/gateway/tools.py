@@ -43,21 +43,24 @@ class CallStream:
 
     def __init__(self, reader: CallReader) -> None:
         self._reader = reader
-        self._text = ""
-        self._shown = 0
+        self._pieces: list[str] = []  # to add to a text copies it
+        self._shown, self._held, self._called = 0, "", False
 
     def push(self, piece: str) -> str:
         """Add the next text; return the content that it settles."""
-        self._text += piece
-        opening = self._reader.opening
-        call = self._text.find(opening, self._shown)
-        end = possible_start(self._text, (opening,)) if call < 0 else call
-        content, self._shown = self._text[self._shown : end], end
-        return content
+        self._pieces.append(piece)
+        if self._called:
+            return ""
+        text, opening = self._held + piece, self._reader.opening
+        call = text.find(opening)
+        self._called = call >= 0
+        end = call if self._called else possible_start(text, (opening,))
+        self._shown, self._held = self._shown + end, text[end:]
+        return text[:end]
 
     def finish(self, piece: str) -> tuple[str, list[Json]]:
         """Add the last text; return the rest of the content, and the calls."""
-        content, calls = self._reader.read(self._text + piece)
+        content, calls = self._reader.read("".join((*self._pieces, piece)))
         return (content or "")[self._shown :], calls
 
 
