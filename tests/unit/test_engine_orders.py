@@ -122,6 +122,27 @@ async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tm
 
 
 @virtual
+async def test_a_load_that_a_gone_buffer_began_is_told_to_its_successor(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with engine(backend=Loading()) as (buffer, server, _, network):
+        gate = asyncio.Event()
+
+        async def slow(*_):
+            await gate.wait()
+
+        server._driver.load_weights = slow
+        await buffer.send(load(1, model))
+        await asyncio.sleep(1)
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        gate.set()
+        await asyncio.sleep(10)
+        assert kinds(reborn) == [wire.Register] * 2
+        assert [said.weight_version for said in reborn.said] == [-1, 1]
+        await reborn.kill()
+
+
+@virtual
 async def test_answers_come_in_the_order_of_their_questions():
     async with engine(backend=Loading()) as (buffer, server, *_):
         real, gate = server._buffer.send, asyncio.Event()
