@@ -39,7 +39,7 @@ def rollout(
 ) -> list[Row]:
     """Return the rows of all responses at once on one engine: `tokens` a step, of `drafted` ones and its own.
 
-    Chunks are of 200 tokens; of the responses the first `last` groups end. A step takes `read` for each token
+    Chunks are of 200 tokens; of the responses the first `last` groups end. A row takes `read` for each token
     of context, the first step `pause` as it computes prompts.
     """
     specs = [events.GroupSpec(str(number), 32) for number in range(len(LENGTHS))]
@@ -54,12 +54,8 @@ def rollout(
             counts = [rows_run * tokens, 0.0, 0.0, step, rows_run * drafted, rows_run * (tokens - 1)]
             found.append((now, events.EngineReported("e", 0, *counts, 96 * (step > 0)), []))
             due += 1.0
-        now += (
-            pause * (step == 0)
-            + STEP
-            + ROW * len(running) * (1 + drafted)
-            + read * len(running) * (32 + step * tokens)
-        )
+        now += pause * (step == 0) + STEP
+        now += len(running) * (1 + drafted) * (ROW + read * (32 + step * tokens))
         rows_run += len(running)
         for number, (key, length) in enumerate(lengths.items()):
             made = (step + 1) * tokens
@@ -86,7 +82,9 @@ def sim(log: Path, *options: object) -> Result:
     return CliRunner().invoke(main, ["sim", "--workers", "1", "--from-log", str(log), *map(str, options)])
 
 
-@pytest.mark.parametrize(("tokens", "drafted", "read"), [(1, 0, 0.0), (2, 3, 0.0), (1, 0, 1e-5)])
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "read"), [(1, 0, 0.0), (2, 3, 0.0), (1, 0, 1e-5), (2, 3, 1e-6)]
+)
 def test_lengths_acceptance_and_times_of_steps_are_the_log_s(tmp_path, tokens, drafted, read):
     log = written(tmp_path / "log.jsonl", rollout(tokens=tokens, drafted=drafted, read=read))
     found = from_log.read_run(log, "")
@@ -95,7 +93,7 @@ def test_lengths_acceptance_and_times_of_steps_are_the_log_s(tmp_path, tokens, d
     assert (load.prompts, load.instances, load.cap, load.pool) == ((32, 32), 1, 2000, False)
     assert (load.model.kv_tokens, load.model.max_num_seqs) == (16000, 8)
     assert (load.model.step, load.model.request) == pytest.approx((STEP, ROW), rel=0.05)
-    assert load.model.kv == pytest.approx(read, rel=0.05, abs=1e-7)
+    assert load.model.attend == pytest.approx(read, rel=0.05, abs=1e-7)
     assert load.dispatch < 0.1
     for each in load.acceptance:
         assert (each.tokens, each.drafted) == pytest.approx((tokens, drafted), rel=0.02)

@@ -71,7 +71,7 @@ class RealRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Interval(NamedTuple):
-    """What an engine did in so many seconds: `read` counts the tokens of all contexts once for each step.
+    """What an engine did in so many seconds: `read` counts tokens of contexts once for each row of a step.
 
     `began` chunks were placed; `there` are the seconds of all chunks that were, whether they ran or waited.
     """
@@ -196,7 +196,7 @@ def _intervals(timeline: Timeline, rollout: Rollout, name: str) -> Iterator[_Int
         counts = [new - old for old, new in zip(_counts(before), _counts(after), strict=True)]
         if counts[0] > 0:  # else it is another incarnation, or did nothing
             found = _Interval(until - since, placed, began, 0.0, *counts)
-            yield found._replace(read=context * found.rows)  # what waits is not read
+            yield found._replace(read=context * (found.rows + found.drafted))  # what waits is not read
 
 
 def _counts(report: EngineReported) -> tuple[int, ...]:
@@ -246,15 +246,15 @@ def _load(
 def _model(intervals: Sequence[_Interval], capacities: Sequence[Capacity]) -> Model:
     counts = [(each.steps, each.rows + each.drafted, each.read, each.computed) for each in intervals]
     work, seconds = np.array(counts, np.float64), np.array([each.seconds for each in intervals])
-    step, request, kv, prefill = map(float, _fit(work, seconds))
+    step, request, attend, prefill = map(float, _fit(work, seconds))
     if prefill > request:  # prompts are too few to tell: a token of them takes no longer than a row
         work[:, 1] += work[:, 3]
-        step, request, kv = map(float, _fit(work[:, :3], seconds))
+        step, request, attend = map(float, _fit(work[:, :3], seconds))
         prefill = request
     size = capacities[0].block_size
     return Model(
-        step=max(step, 1e-6), request=request, kv=kv, prefill=prefill,
-        attend=0.0, row=0.0, weights=0.0, pull=0.0,
+        step=max(step, 1e-6), request=request, attend=attend, prefill=prefill,
+        kv=0.0, row=0.0, weights=0.0, pull=0.0,
         kv_tokens=round(statistics.fmean(each.kv_blocks for each in capacities)) * size,
         block_size=size,
         max_num_seqs=max(each.max_num_seqs for each in capacities),
@@ -304,16 +304,16 @@ def _dispatch(policy: str, intervals: Sequence[_Interval]) -> float:
 
 def _acceptance(intervals: Sequence[_Interval]) -> tuple[Accepted, ...]:
     """Return what drafts brought, by batches and contexts that differ by a factor of two at most."""
-    alike: dict[tuple[int, int], list[_Interval]] = defaultdict(list)
+    alike: dict[tuple[int, ...], list[_Interval]] = defaultdict(list)
     for each in intervals:
         if each.rows > 0:
-            batch, context = max(each.rows / each.steps, 1.0), max(each.read / each.rows, 1.0)
-            alike[round(math.log2(batch)), round(math.log2(context))].append(each)
+            alike[tuple(round(math.log2(size)) for size in _sizes(each))].append(each)
     totals = [_Interval(*np.array(alike[key], np.float64).sum(axis=0).tolist()) for key in sorted(alike)]
     return tuple(
-        Accepted(
-            max(each.rows / each.steps, 1.0), max(each.read / each.rows, 1.0),
-            each.generated / each.rows, each.drafted / each.rows,
-        )
-        for each in totals
-    )  # fmt: skip
+        Accepted(*_sizes(each), each.generated / each.rows, each.drafted / each.rows) for each in totals
+    )
+
+
+def _sizes(each: _Interval) -> tuple[float, float]:
+    """Return how many requests ran, and how many tokens they had, on average."""
+    return max(each.rows / each.steps, 1.0), max(each.read / (each.rows + each.drafted), 1.0)
