@@ -195,22 +195,14 @@ def _receipt(
     sampling: SamplingParams,
     noise: Noise,
 ) -> Receipt:
-    index = noise.first_index + response.index
+    seed, number, group, first = noise
+    index = first + response.index
     return receipt.sealed(
         Receipt(
-            weights_digest=weights_digest,
-            prompt_token_ids=prompt.token_ids.tolist(),
-            images=prompt.places,
-            sampling=sampling,
-            seed=noise.seed,
-            rollout_number=noise.rollout_number,
-            group=noise.group,
-            index=index,
-            key=receipt.key_of(noise.seed, noise.rollout_number, noise.group, index),
-            chunks=chunks,
-            token_ids=response.token_ids.tolist(),
-            logprobs=response.logprobs.tolist(),
-            finish_reason=response.finish_reason,
-            stop_reason=response.stop_reason,
+            weights_digest=weights_digest, prompt_token_ids=prompt.token_ids.tolist(), images=prompt.places,
+            sampling=sampling, seed=seed, rollout_number=number, group=group, index=index,
+            key=receipt.key_of(seed, number, group, index), chunks=chunks,
+            token_ids=response.token_ids.tolist(), logprobs=response.logprobs.tolist(),
+            finish_reason=response.finish_reason, stop_reason=response.stop_reason,
         )
-    )
+    )  # fmt: skip

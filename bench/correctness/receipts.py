@@ -2,7 +2,8 @@
 
 Responses of the shipped model, whose chunks move between two engines with drafts from siblings, in the ways
 of `WAYS`. All are recomputed; then `--forged` of them once more, each with one change of
-`tests/forged_receipts.py`, every other one with a chain that fits the change.
+`tests/forged_receipts.py`, every other one with a chain that fits the change. A change of
+parameters that gives the same response is none that could be found: `equal_all_the_same` counts them.
 
     python bench/correctness/receipts.py --prompts 11 -n 32 --forged 200
 """
@@ -46,10 +47,15 @@ def seer(*words: object) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
 
 
-def recomputed(file: Path) -> list[str]:
-    """Return the verdict of each receipt of a file, in the order of the verdicts, with why."""
-    lines = seer("recompute", file, "--model", MODEL).splitlines()
-    return [line.split(": ", 1)[1] for line in lines]
+def recomputed(file: Path) -> list[tuple[int, str]]:
+    """Return the verdict of each receipt of a file, with why, and the number of its line from 0 on."""
+    lines = seer("recompute", file, "--model", MODEL).removeprefix(f"{file}:").split(f"\n{file}:")
+    parts = [line.partition(" ") for line in lines]
+    return [(int(number) - 1, rest.split(": ", 1)[1]) for number, _, rest in parts]
+
+
+def _outcome(verdict: str) -> str:
+    return verdict.partition(":")[0].strip()
 
 
 def rolled(folder: Path, way: str, args: argparse.Namespace) -> bytes:
@@ -66,10 +72,11 @@ def rolled(folder: Path, way: str, args: argparse.Namespace) -> bytes:
 
 
 def main() -> int:
-    """Recompute, forge, recompute; 1 if a receipt is different, or a forged one is not."""
+    """Recompute, forge, recompute; 1 if a receipt is different, or a forged one last-bit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("-n", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=120)
@@ -79,7 +86,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         whole, forged = Path(scratch, "whole.jsonl"), Path(scratch, "forged.jsonl")
-        whole.write_bytes(b"".join(rolled(Path(scratch), way, args) for way in WAYS))
+        whole.write_bytes(b"".join(rolled(Path(scratch), way, args) for way in args.ways))
         receipts = [each.receipt for each in read(whole)]
         verdicts = recomputed(whole)
         found["receipts"] = len(receipts)
@@ -87,20 +94,20 @@ def main() -> int:
         found["chunks"] = sum(len(each.chunks) for each in receipts)
         found["moved"] = sum(len({chunk.engine for chunk in each.chunks}) > 1 for each in receipts)
         found["accepted_drafts"] = sum(chunk.accepted for each in receipts for chunk in each.chunks)
-        found["verdicts"] = Counter(each.partition(":")[0] for each in verdicts)
+        found["verdicts"] = Counter(_outcome(each) for _, each in verdicts)
         long = [each for each in receipts if len(each.token_ids) >= LONG_ENOUGH]
         chosen = random.Random(args.seed).choices(long, k=args.forged)
-        edits = [edit for edit, _ in FORGED.values()]
-        made = [edits[place // 2 % len(edits)](each) for place, each in enumerate(chosen)]
+        names = [list(FORGED)[place // 2 % len(FORGED)] for place in range(args.forged)]
+        made = [FORGED[name][0](each) for name, each in zip(names, chosen, strict=True)]
         made = [sealed(each) if place % 2 else each for place, each in enumerate(made)]
         forged.write_bytes(b"\n".join(map(msgspec.json.encode, made)))
         verdicts = recomputed(forged)
         found["forged"] = len(made)
-        found["forged_verdicts"] = Counter(each.partition(":")[0] for each in verdicts)
-        found["by_chain_alone"] = sum("changed after it was made" in each for each in verdicts)
+        found["forged_verdicts"] = Counter(_outcome(each) for _, each in verdicts)
+        found["by_chain_alone"] = sum("changed after it was made" in each for _, each in verdicts)
+        found["equal_all_the_same"] = Counter(names[at] for at, each in verdicts if _outcome(each) == "equal")
     print(json.dumps({"machine": machine(), **found}, indent=2))
-    wrong = found["verdicts"]["different"] or found["forged_verdicts"]["different"] < args.forged
-    return int(bool(wrong))
+    return int(bool(found["verdicts"]["different"] or found["forged_verdicts"]["last-bit"]))
 
 
 if __name__ == "__main__":

@@ -145,36 +145,21 @@ def at_sight(receipt: Receipt, weights_digest: str) -> str:
 def compared(receipts: Sequence[Receipt], backend: VllmBackend) -> Iterator[Verdict]:
     """Generate responses again, and yield how each differs from its receipt."""
     tolerance = logprob_tolerance(backend.versions)
-    for receipt, found in zip(receipts, generated(receipts, backend), strict=True):
-        if isinstance(found, str):
-            yield Verdict("different", f"it cannot be generated: {found}")
+    for receipt, ours in zip(receipts, generated(receipts, backend), strict=True):
+        if isinstance(ours, str):
+            yield Verdict("different", f"it cannot be generated: {ours}")
             continue
-        theirs = Response(
-            0, np.array(receipt.token_ids, np.int32), np.array(receipt.logprobs, np.float32), None,
-            receipt.finish_reason, receipt.stop_reason,
-        )  # fmt: skip
-        mismatches = compare(
-            [_group(receipt, found)], [_group(receipt, theirs)], receipt.sampling.temperature, tolerance
-        ).mismatches
-        yield worst([_judged(each, found, theirs, receipt, tolerance, backend) for each in mismatches])
+        theirs = _response(receipt.token_ids, receipt.logprobs, receipt.finish_reason, receipt.stop_reason)
+        prompt = np.array(receipt.prompt_token_ids, np.int32)
+        again, told = [[Group(receipt.group, prompt, {}, 0, "", (each,), 0, 0, 0)] for each in (ours, theirs)]
+        mismatches = compare(again, told, receipt.sampling.temperature, tolerance).mismatches
+        cases = [Divergence(each, ours, theirs, receipt.prompt_token_ids) for each in mismatches]
+        yield worst([_judged(each, receipt, tolerance, backend) for each in cases])
 
 
-def _group(receipt: Receipt, response: Response) -> Group:
-    prompt = np.array(receipt.prompt_token_ids, np.int32)
-    return Group(receipt.group, prompt, {}, 0, receipt.weights_digest, (response,), 0, 0, 0)
-
-
-def _judged(
-    mismatch: Mismatch,
-    ours: Response,
-    theirs: Response,
-    receipt: Receipt,
-    tolerance: float,
-    backend: VllmBackend,
-) -> Mismatch:
-    if mismatch.kind != "token" or int(mismatch.found) >= backend.core.vocab_size:
-        return mismatch
-    case = Divergence(mismatch, ours, theirs, receipt.prompt_token_ids)
+def _judged(case: Divergence, receipt: Receipt, tolerance: float, backend: VllmBackend) -> Mismatch:
+    if case.mismatch.kind != "token" or int(case.mismatch.found) >= backend.core.vocab_size:
+        return case.mismatch
     dtype = backend.versions["dtype"]
     return judged(case, receipt.sampling, dtype, tolerance, backend, int(receipt.key, 16))
 
@@ -226,6 +211,6 @@ def _chunk(name: str, receipt: Receipt) -> Chunk:
 
 
 def _response(tokens: list[int], logprobs: list[float], finish: str, reason: str) -> Response:
-    """Return a response; one that would go on has no finish reason, and so not the receipt's."""
+    """Return a response; one that is generated and would go on has no finish reason: not the receipt's."""
     arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
     return Response(0, *arrays, None, cast("FinishReason", finish), reason)
