@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -126,7 +125,7 @@ class Update:
         self._deltas.forget()
         self._transfer = transfer = Transfer(self.in_place)
         try:
-            self.stream = await until_ended(functools.partial(self.in_place.offer, self._name))
+            self.stream = await until_ended(self.in_place.offer, self._name)
             await self._prepare()
             return await self._run(send)
         except WeightsRefused as error:
@@ -155,8 +154,7 @@ class Update:
             self._deltas.forget()
         else:
             whole = self._delta is None
-            live_now = functools.partial(self._deltas.live, self._plan, self._name, live.version, whole=whole)
-            await until_ended(live_now)
+            await until_ended(self._deltas.live, self._plan, self._name, live.version, whole=whole)
         return live
 
     async def _prepare(self) -> None:
@@ -170,12 +168,11 @@ class Update:
             self._set_digest(await asyncio.to_thread(self.stream.digest))
         elif self.stream is not None:
             # The next update may begin once this one is cancelled: two plans must not run at once.
-            self._plan = await until_ended(functools.partial(self._deltas.plan, self.stream, self._base))
+            self._plan = await until_ended(self._deltas.plan, self.stream, self._base)
             self._delta = self._plan.delta
             self._set_digest(self._plan.digest)
         if self._mooncake is not None:
-            offer = functools.partial(self._mooncake.offer, self._name)
-            self.request.source, found = await until_ended(offer)
+            self.request.source, found = await until_ended(self._mooncake.offer, self._name)
             self._set_digest(found)
 
     async def _run(self, send: Send) -> WeightsLive:

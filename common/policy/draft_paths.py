@@ -63,9 +63,14 @@ def paths_in(entries: int) -> int:
     return getattr(entries, "paths", 1)
 
 
+def path_rows(entries: int) -> int:
+    """Return how many tokens each path of so many entries has in a step, the one before it included."""
+    return (entries + 1) // paths_in(entries)
+
+
 def placeholders(entries: int) -> list[int]:
     """Return a draft of so many entries, of which nothing but the places of separators is known yet."""
-    each = (entries + 1) // paths_in(entries)
+    each = path_rows(entries)
     return [SEPARATOR if place % each == 0 else -1 for place in range(1, entries + 1)]
 
 

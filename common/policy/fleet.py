@@ -47,8 +47,8 @@ class InstanceView:
     def __post_init__(self) -> None:
         """Divide the blocks among data-parallel ranks, if there are several and no snapshot has them."""
         if (parts := self.capacity.parts) > 1 and self.ranks is None:
-            each = self.capacity.kv_blocks // parts, max(1, self.capacity.max_num_seqs // parts)
-            self.ranks = RankPlacement.of(parts, *each)
+            seats = max(1, self.capacity.max_num_seqs // parts)
+            self.ranks = RankPlacement.of(parts, self.capacity.kv_blocks // parts, seats)
 
     @property
     def free_blocks(self) -> int:

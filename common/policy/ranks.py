@@ -7,11 +7,11 @@ have as many drafts in a step, so that the step has one size, and one graph.
 Invariants (tests/property/test_ranks.py asserts them, the last four in virtual time):
 - a chunk runs where most KV is free of what running chunks may take, on a rank that may run one more if there
   is one; a request comes back to the rank that has its KV cached, if there is room;
+- a step's drafts are those that a rank with the most chunks wants;
 - steps are granted to all ranks at once, so all run the same ones, in the same order;
 - a step is granted while the one before runs, so that no rank waits for the grant; never further ahead;
 - work on any rank is run; where there is none, at most `AHEAD` steps more are, all of dummies;
-- a rank that does not run a granted step in time is named within the limit: all others wait for it;
-- all ranks are granted the same drafts for a step, those that a rank with the most chunks wants.
+- a rank that does not run a granted step in time is named within the limit: all others wait for it.
 """
 
 from __future__ import annotations

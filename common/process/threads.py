@@ -1,18 +1,32 @@
-"""Work in threads, which cannot be cancelled."""
+"""Work in threads, which cannot be cancelled, and the end of a process whose parent is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+PARENT_SECONDS = 1.0
+"""How often `end_with` looks whether the parent is still there."""
 
-async def until_ended(work: Callable[[], T], stop: Callable[[], object] = lambda: None) -> T:
-    """Run something in a thread; it has ended when this returns or raises. If cancelled, `stop` is called."""
-    job = asyncio.ensure_future(asyncio.to_thread(work))
+
+async def until_ended(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run something in a thread; it has ended when this returns or raises, also if this is cancelled."""
+    return await until_stopped(lambda: None, work, *args, **kwargs)
+
+
+async def until_stopped(
+    stop: Callable[[], object], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Do as `until_ended`; if this is cancelled, `stop` is called, for the work to end soon."""
+    job = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
@@ -21,3 +35,17 @@ async def until_ended(work: Callable[[], T], stop: Callable[[], object] = lambda
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([job])
         raise
+
+
+def end_with(parent: int) -> None:
+    """End this process soon after its parent, which may be gone by now; also while it waits in a collective.
+
+    The kernel's (PR_SET_PDEATHSIG) would follow the thread that started it, which may end before.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

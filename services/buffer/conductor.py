@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -48,7 +48,8 @@ COLLECT_SECONDS = 10.0
 TICK_SECONDS = 0.5
 """How often `tick` is called."""
 
-ChunkPart = TypeVar("ChunkPart", wire.ChunkResult, wire.ChunkTokens)
+
+ChunkPart = wire.ChunkResult | wire.ChunkTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,13 +172,12 @@ class EngineConnections:
         start = 0
         for part, extras in zip(parts, beside.split(done.beside, sizes), strict=True):
             end = start + part.count
-            happened: events.TokensArrived | events.ChunkEnded
-            if isinstance(part, wire.ChunkTokens):
-                streamed, extras = self._conductor.with_record(engine, part, extras)
-                happened = events.TokensArrived(engine, streamed)
-            else:
-                result, extras = self._conductor.with_record(engine, part, extras)
-                happened = events.ChunkEnded(engine, result)
+            part, extras = self._conductor.with_record(engine, part, extras)
+            happened = (
+                events.TokensArrived(engine, part)
+                if isinstance(part, wire.ChunkTokens)
+                else events.ChunkEnded(engine, part)
+            )
             self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end], extras))
             start = end
         self._conductor.send_streamed()

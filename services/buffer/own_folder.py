@@ -11,29 +11,16 @@ Invariants (tests/unit/test_spool_folder.py):
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from seer.common.errors import ConfigError
-from seer.common.process.threads import until_ended
 
 MARKER = "this-folder-belongs-to-a-seer-buffer"
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 _AWAY = "move it away, or give another folder"
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-async def on_disk(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run something that waits for the disk in a thread; it has ended when this returns or raises."""
-    return await until_ended(functools.partial(work, *args, **kwargs))
 
 
 class OwnFolder:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from seer.common.errors import EngineBroken, EngineError, InvalidField
+from seer.common.process.threads import end_with
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
@@ -40,9 +39,6 @@ class RankBackend(Backend, Protocol):
 
 MakeRank = Callable[[int, int], RankBackend]
 """Makes the backend of a rank, which meets the others at a port of this machine. It must be picklable."""
-
-PARENT_SECONDS = 1.0
-"""How often a rank looks whether the engine's process is still there: in a collective it reads no pipe."""
 
 
 # --- to a rank ---------------------------------------------------------------------------
@@ -169,7 +165,7 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the engine's process hands back first
     engine = multiprocessing.parent_process()  # it may have ended by now
-    threading.Thread(target=_end_with, args=[engine.pid if engine else 0], daemon=True).start()
+    end_with((engine.pid or 0) if engine else 0)
     backend = make(rank, port)
     with contextlib.suppress(OSError):  # the engine has ended
         try:
@@ -251,9 +247,3 @@ class _Rank:
         except EngineError as error:
             return Done(str(error), isinstance(error, EngineBroken))
         return Done()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from seer.common.process.threads import until_ended
+from seer.common.process.threads import until_stopped
 
 
 async def test_work_has_ended_however_often_the_wait_for_it_is_cancelled():
@@ -17,7 +17,7 @@ async def test_work_has_ended_however_often_the_wait_for_it_is_cancelled():
         assert stop.wait(10)
         ended.set()
 
-    waiting = asyncio.create_task(until_ended(work, lambda: stops.append(1)))
+    waiting = asyncio.create_task(until_stopped(lambda: stops.append(1), work))
     await asyncio.to_thread(begun.wait)
     for _ in range(3):
         waiting.cancel()

@@ -19,10 +19,10 @@ from seer.common.blobs import Turns
 from seer.common.clock import Clock
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
+from seer.common.process.threads import until_ended
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.services.buffer.images.image_folder import ImageFolder
 from seer.services.buffer.images.image_machine import ImageMachine, Kept
-from seer.services.buffer.own_folder import on_disk
 
 Reply = Callable[[bytes, wire.ImageState | wire.ImageData], Awaitable[None]]
 """Sends an answer to a peer's address; the answer is lost if the peer does not read."""
@@ -91,9 +91,9 @@ class ImageServer:
     async def _take_over(self) -> None:
         """Take over the images that an earlier incarnation left in the configured folder."""
         try:
-            found = await on_disk(self._folder.inherited)
+            found = await until_ended(self._folder.inherited)
             for name in self.machine.found(found, self._clock.now()):
-                await on_disk(self._folder.remove, name)
+                await until_ended(self._folder.remove, name)
         except OSError as error:
             self._log.warning("images of an earlier incarnation cannot be read", error=str(error))
 
@@ -134,7 +134,7 @@ class ImageServer:
         now = self._clock.now()
         if self.machine.get(name) is None:
             for other in self.machine.begin(name, size, now):
-                await on_disk(self._folder.remove, other)
+                await until_ended(self._folder.remove, other)
         return self.machine.use(name, now)
 
     async def _write(self, message: wire.ImageData) -> wire.ImageState:
@@ -146,7 +146,7 @@ class ImageServer:
         if not 0 < length <= min(wire.IMAGE_PART_BYTES, kept.size - kept.have):
             return state
         try:
-            await on_disk(self._folder.append, name, kept.have, message.data)
+            await until_ended(self._folder.append, name, kept.have, message.data)
         except OSError as error:
             return await self._lose(name, f"cannot be stored: {error}")
         kept.have += length
@@ -161,7 +161,7 @@ class ImageServer:
         `log`: log also that the image has other bytes, which its sender is told.
         """
         try:
-            await on_disk(self._folder.check, name)
+            await until_ended(self._folder.check, name)
         except (InvalidField, OSError) as error:
             return (await self._lose(name, str(error), log=log or isinstance(error, OSError))).problem
         kept.checked = True
@@ -179,8 +179,8 @@ class ImageServer:
         try:
             # With the last part: engines refuse what was damaged, and trainers send nothing that is here.
             if offset + length == kept.size:
-                await on_disk(self._folder.check, name)
-            data = await on_disk(self._folder.read, name, offset, length)
+                await until_ended(self._folder.check, name)
+            data = await until_ended(self._folder.read, name, offset, length)
         except (InvalidField, OSError) as error:
             why = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
             return await self._lose(name, why)
@@ -197,7 +197,7 @@ class ImageServer:
         if problem and log:
             self._log.warning("an image is lost", image=name, why=problem)
         try:
-            await on_disk(self._folder.remove, name)
+            await until_ended(self._folder.remove, name)
         except OSError as error:
             self._log.warning("an image's file stays on disk", image=name, error=str(error))
         return wire.ImageState(name=name, have=0, problem=problem)

@@ -37,9 +37,9 @@ from seer.common import wire
 from seer.common.blobs import Blob, Readers, Reply, Turns
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
+from seer.common.process.threads import until_ended
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.lora import inner_source
-from seer.services.buffer.own_folder import on_disk
 from seer.services.buffer.weights.spool_delta import Making
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 
@@ -134,7 +134,7 @@ class Spool:
             self._folder.release()
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await on_disk(work, *args, **kwargs)
+        return await until_ended(work, *args, **kwargs)
 
     async def _name(self, source: str) -> None:
         if (stream := self._streams.get(source.removeprefix(wire.SPOOL_SCHEME))) is not None:

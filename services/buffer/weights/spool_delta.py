@@ -12,8 +12,8 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from seer.common.blobs import Blob
+from seer.common.process.threads import until_ended
 from seer.common.weights.delta import apply
-from seer.services.buffer.own_folder import on_disk
 
 
 class Making:
@@ -47,7 +47,7 @@ class Making:
 
         problem = ""
         try:
-            await on_disk(self._write, progress)
+            await until_ended(self._write, progress)
             self._grew(self._stream.size)
         except (OSError, ValueError) as error:
             problem = str(error)

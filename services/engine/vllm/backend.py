@@ -403,9 +403,8 @@ class VllmBackend:
             drafts = self.core.verified.get(output.request_id, ())
             others = drafts.count(SEPARATOR)
             drafted, sampled = len(drafts) - others, len(output.new_token_ids)
-            self._drafting.count(run.tree, sampled, drafted, 1 + others)
             run.drafted += drafted
-            run.accepted += max(0, min(sampled - 1, drafted))
+            run.accepted += self._drafting.count(run.tree, sampled, drafted, 1 + others)
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:

@@ -19,7 +19,7 @@ from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.detokenizer import Detokenizer
 from seer.common.errors import EngineBroken, EngineError
 from seer.common.image_models import ImageModel
-from seer.common.policy.draft_paths import paths_in
+from seer.common.policy.draft_paths import path_rows
 from seer.common.process.log import get_logger
 from seer.common.process.memory_limit import free_bytes
 from seer.common.sleep import SleepLevel, SleepState
@@ -66,7 +66,9 @@ class CoreHandle:
         self._rpc_seconds = rpc_seconds
         self.scratch: list[int] = []
         self.held_length: int | None = None
-        self._verified = self._drafted = 0  # drafts of each request before and after the next step
+        self._length_now = self._length_next = (
+            0  # of drafts that the next step verifies, and of those after it
+        )
         self._laid_out = ""  # the digest of the weights that are
 
     def describe(
@@ -232,7 +234,7 @@ class CoreHandle:
         outputs, executed = core.step_fn()
         core.post_step(model_executed=executed)
         if not executed:
-            self.rpc("seer_run_dummy", tokens=(self._verified + 1) // paths_in(self._verified))
+            self.rpc("seer_run_dummy", tokens=path_rows(self._length_now))
         found = outputs.get(0) if outputs else None
         return found.outputs if found is not None else []
 
@@ -252,9 +254,9 @@ class CoreHandle:
 
         While `held_length` is set, it counts instead.
         """
-        self._verified = self._drafted
-        self._drafted = length if self.held_length is None else self.held_length
-        self.engine_core.scheduler.draft_length = self._drafted
+        self._length_now = self._length_next
+        self._length_next = length if self.held_length is None else self.held_length
+        self.engine_core.scheduler.draft_length = self._length_next
 
     @property
     def ahead(self) -> bool:

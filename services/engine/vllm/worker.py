@@ -8,8 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
+from seer.common.process.threads import end_with
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.backend import Routes
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
 
 MEMORY_SHRANK = "Memory usage increased after sleeping."
 """vLLM's assertion after it has freed all that it frees in sleep."""
-
-PARENT_SECONDS = 1.0
-"""How often a rank looks whether the process that started it is still there."""
 
 _log = get_logger()
 
@@ -104,7 +100,7 @@ class SeerWorker:
         """
         runner = self.model_runner
         if self.vllm_config.parallel_config.world_size > 1:
-            threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+            end_with(os.getppid())  # vLLM's own watch does not reach ranks that read over TCP
         self.seer_base = self.vllm_config.model_config.model
         self.seer_memory, self.sleep = CpuSleep(runner), sleep_beside_others(self.sleep)
         if runner.device.type == "cpu":
@@ -275,16 +271,6 @@ class SeerWorker:
         """Return and forget the raw logits of captured requests: [rows, vocab_size]."""
         kept, self.seer_sampler.captured = self.seer_sampler.captured, []
         return np.stack(kept) if kept else np.empty((0, 0), np.float32)
-
-
-def _end_with(parent: int) -> None:
-    """End this process once its parent is gone: vLLM's own watch does not reach ranks that read over TCP.
-
-    The kernel's (PR_SET_PDEATHSIG) would follow the thread that started it, which may end before.
-    """
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)
 
 
 def sleep_beside_others(sleep: Callable[[int], None]) -> Callable[[int], None]:

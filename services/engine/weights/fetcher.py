@@ -20,7 +20,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -128,7 +127,7 @@ class WeightFetcher:
                 self._peers.withdraw(copy)
             copy.end(GONE)
         if there:
-            await until_ended(functools.partial(_delete, there))
+            await until_ended(_delete, there)
 
     def arrived(self, message: Answer) -> None:
         """Take an answer of the buffer; late and unexpected ones are dropped."""

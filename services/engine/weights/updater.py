@@ -18,7 +18,6 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 from seer.common import wire
 from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.net.node import node_id
-from seer.common.process.threads import until_ended
+from seer.common.process.threads import until_stopped
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity
 from seer.common.weights.in_place import is_in_place
@@ -215,8 +214,7 @@ class WeightUpdater:
         if folder is None and self._laid_out is None:
             return
         self._laid_out, stop = self.checker.checked if folder is not None else None, threading.Event()
-        work = functools.partial(self._driver.lay_out_weights, folder, digest, stop.is_set)
-        await until_ended(work, stop.set)
+        await until_stopped(stop.set, self._driver.lay_out_weights, folder, digest, stop.is_set)
 
     async def _discard(self) -> None:
         await self._lay_out(None)

@@ -53,9 +53,6 @@ class Drafting:
     those that are `wanted` here, or, among data-parallel ranks, those that these have `agreed` on.
     """
 
-    wanted = 0
-    agreed: int | None = None
-
     def __init__(
         self,
         rpc: Rpc,
@@ -77,6 +74,8 @@ class Drafting:
         self._drafted_before = 0  # `drafted` when the last step ended
         self._on = True
         self._draft_next = draft_next
+        self.wanted = 0
+        self.agreed: int | None = None
         self._length: DraftShape | None = None  # None: any length at random, on so many paths at most
         self._random_paths = 1
         self._chosen = self._chosen_for = self._chosen_steps = 0
@@ -254,14 +253,18 @@ class Drafting:
             "draft_seconds": self.seconds,
         }
 
-    def count(self, name: str, sampled: int, drafted: int, paths: int = 1) -> None:
-        """Count a step of one chunk: `sampled` tokens, after `drafted` on `paths` of its tree's."""
+    def count(self, name: str, sampled: int, drafted: int, paths: int = 1) -> int:
+        """Count a step of one chunk: `sampled` tokens, after `drafted` on `paths` of its tree's.
+
+        Return how many of the drafted tokens were right.
+        """
         self.verifications += 1
+        accepted = max(0, min(sampled - 1, drafted))
         if drafted:
-            accepted = min(sampled - 1, drafted)
             self.drafted += drafted
             self.accepted += accepted
             if self._length is not None:
                 each = -(-drafted // paths)
                 self._learnt[paths, each, min(accepted, each)] += 1
             self._verified.add(name)
+        return accepted
