@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo demo-images grpo grpo-images agents same-weights test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test kubernetes-test ray-test gateway-test lint format lock release clean
+.PHONY: setup demo demo-images grpo grpo-images agents same-weights test test-all sanitize chaos long-run mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test kubernetes-test ray-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -60,11 +60,16 @@ sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; n
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/threads  # older TSans cannot bear much address randomization
 
 SECONDS ?= 60
+MINUTES ?= 120
+SYSTEMS ?= replay vllm
 SEED ?= 0
 PLANS ?= 3
 ONLY ?= virtual processes vllm
 chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/correctness/chaos.py has more kinds
 	$(BIN)/python bench/correctness/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
+
+long-run: setup  # two hours of rollouts under faults; what grows? e.g. make long-run MINUTES=20 SYSTEMS=replay
+	OMP_WAIT_POLICY=passive $(BIN)/python bench/correctness/long_run.py --minutes $(MINUTES) --seed $(SEED) --systems $(SYSTEMS)
 
 mutants: setup  # which deliberate faults in the code does no test notice? e.g. make mutants LISTS="tokens keys/any-role"
 	$(BIN)/python bench/correctness/mutants.py $(if $(LISTS),--only $(LISTS))

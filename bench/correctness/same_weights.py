@@ -6,9 +6,11 @@
 A run is `examples/grpo/train.py` on two vLLM engines with a KV pool. A plan kills and stops engines, buffer,
 context, dgds, the pool's services and the trainer, which then goes on from its checkpoint. Compared are the
 digest of the weights of each step, and all of the last checkpoint, optimizer included; where a plan differs,
-its first token that does is named. With `--bfloat16` engines have the weights in bfloat16, of which a small
-step changes few: a plan's updates are deltas then, those of the undisturbed run are whole streams. Exits with
-1 unless all plans are the same, each with a fault, without deaths that no fault explains, and leave nothing.
+its first token that does is named. With `--out FOLDER` the runs stay there, and what is there is not run
+again: plans can be added to one quiet run. With `--bfloat16` engines have the weights in bfloat16, of which a
+small step changes few: a plan's updates are deltas then, those of the undisturbed run are whole streams.
+Exits with 1 unless all plans are the same, each with a fault, without deaths that no fault explains, and
+leave nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import hashlib
 import json
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -71,6 +74,18 @@ train.RolloutClient = functools.partial(train.RolloutClient, deltas=mode == "del
 sys.exit(train.main())
 """
 
+RUNS_FOLLOW_FROM = (
+    "iterations",
+    "prompts",
+    "max_tokens",
+    "learning_rate",
+    "faults",
+    "pause",
+    "bfloat16",
+    "plant_fault",
+)
+"""Options."""
+
 TRIES = 20
 """Most processes of a trainer in one run: so many kills are in no plan."""
 
@@ -79,11 +94,14 @@ class Run:
     """One training run in folder `out`; with `seed` of a plan, under its faults."""
 
     def __init__(self, model: Path, out: Path, args: argparse.Namespace, seed: int | None) -> None:
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was cut short
         out.mkdir(parents=True)
         self._model, self._out, self._args = model, out, args
         self._random = None if seed is None else random.Random(f"same weights {seed}")
         self._trainer: asyncio.subprocess.Process | None = None
         self.faults: list[str] = []
+        self.steps: list[int] = []
+        """By fault: how many steps of the training were done."""
         self.ends: list[str] = []
 
     async def run(self) -> dict[str, Any]:
@@ -114,6 +132,8 @@ class Run:
             "tokens": sum(row["tokens"] for row in rows),
             "updates": (self._out / "updates.txt").read_text().splitlines(),
             "faults": self.faults,
+            "at_steps": self.steps,
+            "rewards": [row["reward"] for row in rows],
             "trainer_ended": self.ends,
             "problems": system.leftovers(),
         }
@@ -151,6 +171,8 @@ class Run:
             if not self._signal(system, name, number):
                 continue
             self.faults.append(f"{what} {name}")
+            done = self._out / "metrics.jsonl"
+            self.steps.append(len(done.read_text().splitlines()) if done.exists() else 0)
             if what == "stop":
                 await asyncio.sleep(seconds)
                 self._signal(system, name, signal.SIGCONT)
@@ -199,16 +221,29 @@ def in_bfloat16(folder: Path) -> Path:
     return folder
 
 
+async def _known(model: Path, out: Path, args: argparse.Namespace, seed: int | None) -> dict[str, Any]:
+    """Return what a run in folder `out` gave, and make it if it is not there."""
+    asked = {name: getattr(args, name) for name in RUNS_FOLLOW_FROM}
+    file = out / "run.json"
+    if not file.exists():
+        made = await Run(model, out, args, seed).run()
+        file.write_text(json.dumps({"asked": asked} | made))
+    known: dict[str, Any] = json.loads(file.read_text())
+    if (before := known.pop("asked")) != asked:
+        raise SystemExit(f"--out: {out} has a run of {before}, not of {asked}: give another folder")
+    return known
+
+
 async def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run the quiet run and all plans."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = in_bfloat16(folder / "model") if args.bfloat16 else EXAMPLE / "model"
-        quiet = await Run(model, folder / "quiet", args, None).run()
+        folder = (args.out or Path(name)).resolve()
+        model = in_bfloat16(Path(name) / "model") if args.bfloat16 else EXAMPLE / "model"
+        quiet = await _known(model, folder / "quiet", args, None)
         plans = []
         for seed in range(args.seed, args.seed + args.plans):
             out = folder / f"plan-{seed}"
-            plan = await Run(model, out, args, seed).run()
+            plan = await _known(model, out, args, seed)
             equal = plan["digests"] == quiet["digests"]
             plan |= {"seed": seed, "same": equal and bool(plan["faults"]) and not plan["problems"]}
             if not equal:
@@ -223,6 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--out", type=Path, help="folder that the runs' files stay in; default: none does")
     parser.add_argument("--plans", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first plan")
     parser.add_argument("--iterations", type=int, default=4)
@@ -238,7 +274,11 @@ def main() -> int:
     )
     args = parser.parse_args()
     report = asyncio.run(compare(args))
-    print(json.dumps({"machine": machine("torch", "vllm"), "asked": vars(args), **report}, indent=1))
+    print(
+        json.dumps(
+            {"machine": machine("torch", "vllm"), "asked": vars(args), **report}, indent=1, default=str
+        )
+    )
     return int(report["same"] < args.plans)
 
 

@@ -136,7 +136,7 @@ class Campaign:
                 asked.uses = [Use(seeds[1], 0)]
             if name == TRAINERS[0] and not self.real and rand.random() < UPDATE_SHARE:
                 self._version += 1
-                asked.version = self._version
+                asked.uses[-1].version = self._version
                 self.judge.asked(self._version)
             if name == TRAINERS[0] and self.model is not None and rand.random() < DIVERGED_SHARE:
                 asked.diverged = str(self.model)

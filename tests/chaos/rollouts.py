@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import msgspec
 
 from chaos import trainer
-from chaos.expected import Expected
+from chaos.expected import Answer, Expected, request_key, response
 from chaos.outcome import Outcome
 from chaos.system import System
 from chaos.trainer import Job, Line, Use
 from seer.client import SamplingParams
 
 WATCH_SECONDS = 0.01
+
+MOST_CACHED = 64
+"""Rollouts whose answers a judge remembers: a long run has thousands."""
 
 REPORT_BYTES = 1_500
 """Of the last words of a trainer that failed."""
@@ -61,6 +64,8 @@ class Roll:
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+            for journal in self.system.folder.glob(f"{self.job.name}.journal-*"):
+                journal.unlink()
 
     async def first(self) -> None:
         """Wait for the first arrival."""
@@ -101,7 +106,7 @@ class Roll:
             if size > seen:
                 seen = size
                 self.arrivals.append(asyncio.get_running_loop().time())
-                if any(line.id for line in trainer.lines(self.place.out)) and not self._first.is_set():
+                if not self._first.is_set() and any(line.id for line in trainer.lines(self.place.out)):
                     self._first.set()
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -114,11 +119,13 @@ class Roll:
     def judge(self, outcome: Outcome, known: Judge) -> None:
         """Add what arrived, and what should have, to an outcome."""
         asked, lines = self.job, self.lines()
-        last = len(asked.uses) - 1
-        whole = {line.id for line in lines if line.use == last}
+        arrived = {(line.use, line.id) for line in lines}
+        whole = {
+            (number, key) for number, use in enumerate(asked.uses) if not use.cut for key in asked.prompts
+        }
         times = Counter((line.use, line.incarnation, line.id) for line in lines)
         outcome.responses += asked.n * len(lines)
-        outcome.lost += asked.n * len(asked.prompts.keys() - whole)
+        outcome.lost += asked.n * len(whole - arrived)
         outcome.doubled += asked.n * sum(count - 1 for count in times.values())
         outcome.changed += sum(known.changed(asked, line) for line in lines)
         if self.failed:
@@ -126,38 +133,61 @@ class Roll:
 
 
 class Judge:
-    """What replay engines answer, or what was answered without any fault; by use and weights."""
+    """What replay engines answer, or what others answered without any fault; by use and weights."""
 
     def __init__(self, system: System, undisturbed: Sequence[Line] = ()) -> None:
         self._engine = system.config.engine
-        self._cache: dict[tuple[str, int, int, str, int], Expected] = {}
-        self._undisturbed = {line.id: line for line in undisturbed}
+        self._cache: dict[tuple[str | int, ...], Expected] = {}
+        self._undisturbed: dict[tuple[bool, str], dict[str, list[Answer]]] = {}
+        self.knows(undisturbed)
         self.versions = {0: trainer.digest(0)}
         """Digests of the weights that anybody asked for."""
 
-    def asked(self, version: int) -> None:
+    def knows(self, undisturbed: Sequence[Line], *, agents: bool = False) -> None:
+        """Take these lines for what rollouts, or agents, answer with the weights of these lines."""
+        for line in undisturbed:
+            self._undisturbed.setdefault((agents, line.digest), {})[line.id] = line.answers
+
+    def asked(self, version: int, model: str = "") -> None:
         """Somebody will update to a version."""
-        self.versions[version] = trainer.digest(version)
+        self.versions[version] = trainer.digest(version, model)
 
     def changed(self, asked: Job, line: Line) -> int:
         """Count the responses of a group that are not what they must be."""
-        if self._undisturbed:
-            return sum(
-                mine != theirs
-                for mine, theirs in zip(line.answers, self._undisturbed[line.id].answers, strict=True)
-            )
-        last = line.use == len(asked.uses) - 1
-        versions = {asked.version} if asked.version and last else self.versions
+        use = asked.uses[line.use]
+        versions = {use.version} if use.version else self.versions
         if line.version not in versions or self.versions[line.version] != line.digest:
             return asked.n
-        return self._expected(asked, asked.uses[line.use], line.digest).changed(line.id, line.answers)
+        return self._expected(asked, use, line.digest).changed(line.id, line.answers)
 
     def _expected(self, asked: Job, use: Use, digest: str) -> Expected:
-        key = (asked.name, use.seed, use.number, digest, asked.images)
+        if self._undisturbed:
+            return Expected(self._undisturbed[bool(asked.turns), digest])
+        key = (asked.name, use.seed, use.number, digest, asked.images, asked.turns)
         if key not in self._cache:
-            prompts = [asked.prompt(name) for name in asked.prompts]
-            sampling = SamplingParams(max_tokens=asked.max_tokens)
-            self._cache[key] = Expected.of_replay(
-                prompts, asked.n, sampling, self._engine, use.number, digest, use.seed
-            )
+            if len(self._cache) > MOST_CACHED:
+                self._cache.clear()
+            self._cache[key] = self._replayed(asked, use, digest)
         return self._cache[key]
+
+    def _replayed(self, asked: Job, use: Use, digest: str) -> Expected:
+        if asked.turns:
+            return Expected({key: self._agents(asked, use, digest, key) for key in asked.prompts})
+        prompts = [asked.prompt(name) for name in asked.prompts]
+        sampling = SamplingParams(max_tokens=asked.max_tokens)
+        return Expected.of_replay(prompts, asked.n, sampling, self._engine, use.number, digest, use.seed)
+
+    def _agents(self, asked: Job, use: Use, digest: str, prompt: str) -> list[Answer]:
+        found, modelled = [], self._engine.replay
+        for index in range(asked.n):
+            key = request_key(use.seed, use.number, prompt, index, digest)
+            context, logprobs, ends = list(asked.prompts[prompt]), list[float](), list[str]()
+            for number in range(asked.turns):
+                sizes = asked.max_tokens, modelled.vocab_size, modelled.mean_tokens
+                tokens, likely, end = response(key, context, *sizes)
+                added = trainer.said(tokens) if number < asked.turns - 1 else []
+                context += [*tokens, *added]
+                logprobs += [*likely, *([0.0] * len(added))]
+                ends.append(end)
+            found.append((context, logprobs, " ".join(ends)))
+        return found

@@ -219,7 +219,7 @@ class System:
         left = [*self.deaths, *(f"process {pid}: {words}" for pid, words in self.processes().items())]
         ours = {f"{name}.{kind}" for name in self._slots for kind in ("toml", "log")}
         ours |= {f"{name}.{kind}" for name in self.trainers for kind in ("json", "out", "log")}
-        ours |= {"tmp", "spool", "keys", "images"}
+        ours |= {"tmp", "spool", "keys", "images", "log"}
         left += [path.name for path in self.folder.iterdir() if path.name not in ours]
         temporary = [path.name for path in self.temporary.iterdir()]
         left += [f"tmp/{name}" for name in temporary if not name.startswith(OF_VLLM)]
@@ -290,7 +290,9 @@ class System:
         living = self.processes()
         files = Counter(file for words in living.values() for file in words.split() if file.endswith(".toml"))
         problems += [f"{count} processes of {file}" for file, count in files.items() if count > 1]
-        problems += [f"a trainer lives on: {words}" for words in living.values() if trainer.__file__ in words]
+        busy = {self.pid(name) for name in self.trainers}
+        lost = {pid: words for pid, words in living.items() if trainer.__file__ in words and pid not in busy}
+        problems += [f"a trainer lives on: {words}" for words in lost.values()]
         for name, use in self.use().items():
             if use.files > MAX_FILES:
                 problems.append(f"{use.files} open files in {name}")

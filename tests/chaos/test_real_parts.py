@@ -97,7 +97,7 @@ def judged(tmp_path):
     config = replay()
     system = SimpleNamespace(config=config, trainers={"trainer": place}, security=lambda key: config.security)
     asked = job(system, 2, n=2, max_tokens=20)
-    asked.uses, asked.version = [Use(7, 0, "cancel", 1.0), Use(8, 0)], 1
+    asked.uses = [Use(7, 0, "cancel", 1.0), Use(8, 0, version=1)]
     judge = Judge(system)
     judge.asked(1)
     lines = [

@@ -3,12 +3,14 @@
 python trainer.py PARENT_PID JOB.json OUT.jsonl
 
 It comes back under its name and rollout id, and asks for the rest, or for everything again. Before that it
-may use the same rollout id for something else, cut short by a deadline or a cancel, and update weights.
+may use the same rollout id for something else, cut short by a deadline or a cancel, and update weights. Agents
+have a journal beside the file; their tool answers by the turn alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import sys
@@ -31,6 +33,7 @@ from seer.client import (
 )
 from seer.client.prompts import Prompt
 from seer.client.tensor_stream import TensorStream
+from seer.client.turns import Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.config import SecurityConfig
 from seer.common.prepared_image import PreparedImage
 from seer.local.child import die_with
@@ -53,6 +56,11 @@ ROOM_SECONDS = 2.0
 IMAGE_NUMBERS = 700_000
 """Numbers in an image, 2.8 MB: two parts."""
 
+TRIES, AGAIN_SECONDS = 40, 1.0
+"""Of agents whose trajectories a fault ended."""
+
+MAX_CONTEXT = 400
+
 BUFFER_LOST = 3
 """Exit code: the buffer was silent for too long; a trainer's next incarnation goes on with what is left."""
 
@@ -60,13 +68,17 @@ Answer = tuple[list[int], list[float], str]
 
 
 class Use(msgspec.Struct):
-    """One use of the rollout id, whose seed and number make the noise; cut short after `seconds`, if any."""
+    """One use of the rollout id, whose seed and number make the noise; cut short after `seconds`, if any.
+
+    `version`: weights to update to before it; 0: none.
+    """
 
     seed: int
     number: int
     cut: str = ""
     """`deadline` or `cancel`."""
     seconds: float = 0.0
+    version: int = 0
 
 
 class Job(msgspec.Struct):
@@ -79,8 +91,10 @@ class Job(msgspec.Struct):
     n: int
     max_tokens: int
     uses: list[Use]
-    version: int = 0
-    """Weights to update to before the last use; 0: none."""
+    model: str = ""
+    """A folder of model.safetensors: what weights are made from, for engines that need real ones."""
+    turns: int = 0
+    """Responses are agents' trajectories of so many turns."""
     diverged: str = ""
     """A folder of model.safetensors, of which one value in a tensor is NaN: sent first, to be refused."""
     updates: bool = True
@@ -115,16 +129,30 @@ class Line(msgspec.Struct):
     answers: list[Answer] = []
 
 
-def tensors(version: int) -> dict[str, np.ndarray]:
+CONTENTS = 3
+"""Kinds of real weights: so many versions, one after the other, differ in their content."""
+
+
+def tensors(version: int, model: str = "") -> dict[str, np.ndarray]:
     """Return the weights of a version: clients send few elements of them, as a delta, or all."""
+    if model:
+        weights = load_file(Path(model) / "model.safetensors")
+        norm = next(name for name in weights if name.endswith("norm.weight") and "layers" not in name)
+        weights[norm] *= 1 + 0.1 * (version % CONTENTS)
+        return weights
     weights = np.ones((64, 64), dtype=np.float32)
     weights[0] = version
     return {"w": weights}
 
 
-def digest(version: int) -> str:
+def digest(version: int, model: str = "") -> str:
     """Return their digest; none for the first ones, that replay engines start with."""
-    return TensorStream(tensors(version)).digest() if version else ""
+    return TensorStream(tensors(version, model)).digest() if version else ""
+
+
+def said(tokens: list[int]) -> list[int]:
+    """Return what a tool answers to a turn."""
+    return [3 + sum(tokens) % 60] * (1 + len(tokens) % 3)
 
 
 def lines(out: Path) -> list[Line]:
@@ -160,13 +188,17 @@ class Trainer:
             return
         async with RolloutClient(job.endpoint, name=job.name, security=job.security) as client:
             for number, use in enumerate(job.uses):
+                if number in ended:
+                    continue
                 if number == last and job.diverged:
                     await _send_diverged(client, Path(job.diverged))
-                if number == last and job.version:
-                    await _update(client, job.version)
-                if number not in ended:
-                    left = job.prompts if job.everything or number < last else job.prompts.keys() - known
-                    await self._use(client, number, use, [key for key in job.prompts if key in left])
+                if use.version:
+                    await _update(client, use.version, job.model)
+                if job.turns:
+                    await self._agents(client, number, use)
+                    continue
+                left = job.prompts if job.everything or number < last else job.prompts.keys() - known
+                await self._use(client, number, use, [key for key in job.prompts if key in left])
 
     async def _use(self, client: RolloutClient, number: int, use: Use, keys: list[str]) -> None:
         """Roll out `keys`; where an update came first, or images are lost, go on under another rollout id."""
@@ -195,6 +227,7 @@ class Trainer:
             [job.prompt(key) for key in keys], n=job.n,
             sampling=SamplingParams(max_tokens=job.max_tokens), seed=use.seed, rollout_number=use.number,
             rollout_id=rollout_id, deadline_seconds=use.seconds if use.cut == "deadline" else None,
+            repeat=bool(job.model),
         )  # fmt: skip
         cancelling = None
         if use.cut == "cancel":
@@ -215,16 +248,59 @@ class Trainer:
             if cancelling is not None:
                 cancelling.cancel()
 
+    async def _agents(self, client: RolloutClient, number: int, use: Use) -> None:
+        """Run agents until each has ended; those that a fault ended begin again, with what tools have said."""
+        job, noted = self._job, set[str]()
+        whys: list[str] = []
+        for _ in range(TRIES):
+            async with client.trajectories(
+                [job.prompt(key) for key in job.prompts], n=job.n, max_context=MAX_CONTEXT,
+                sampling=SamplingParams(max_tokens=job.max_tokens), seed=use.seed, rollout_number=use.number,
+                rollout_id=job.rollout_id, journal=self._out.with_suffix(f".journal-{number}"), repeat=True,
+            ) as rollout:  # fmt: skip
+                async for group in rollout.run(self._agent):
+                    failed = [each for each in group.trajectories if isinstance(each, TrajectoryFailed)]
+                    whys += [str(each) for each in failed]
+                    if not failed and group.prompt_id not in noted:
+                        noted.add(group.prompt_id)
+                        self._note(trajectories(number, os.getpid(), group))
+            if noted == job.prompts.keys():
+                self._note(Line(number, os.getpid()))
+                return
+            await asyncio.sleep(AGAIN_SECONDS)
+        raise RuntimeError(f"agents failed {TRIES} times: {whys[-5:]}")
+
+    async def _agent(self, trajectory: Trajectory) -> None:
+        for number in range(self._job.turns):
+            turn = await trajectory.generate()
+            if number < self._job.turns - 1:
+                trajectory.append(await trajectory.once(functools.partial(_answer, turn.token_ids.tolist())))
+
     def _note(self, line: Line) -> None:
         os.write(self._file, msgspec.json.encode(line) + b"\n")
 
 
-async def _update(client: RolloutClient, version: int) -> None:
+def trajectories(number: int, incarnation: int, group: TrajectoryGroup) -> Line:
+    """Return the line of a group of which no trajectory failed."""
+    each: list[Trajectory] = list(group.trajectories)
+    answers = [
+        (one.context.tolist(), one.logprobs.tolist(), " ".join(turn.finish_reason for turn in one.turns))
+        for one in each
+    ]
+    where = (each[0].weights_digest, each[0].weight_version)
+    return Line(number, incarnation, group.prompt_id, *where, answers)
+
+
+async def _answer(tokens: list[int], _: str) -> list[int]:
+    return said(tokens)
+
+
+async def _update(client: RolloutClient, version: int, model: str) -> None:
     """Update, again where an earlier incarnation's stream still stands."""
     deadline = asyncio.get_running_loop().time() + UPDATE_SECONDS
     while True:
         try:
-            await client.update_weights(version, tensors(version))
+            await client.update_weights(version, tensors(version, model))
         except WeightsRefused as error:
             if asyncio.get_running_loop().time() > deadline:
                 raise
