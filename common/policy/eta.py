@@ -1,25 +1,25 @@
-"""When open work will have ended: an estimate from length estimates, and from how fast chunks ran lately.
+"""When open work will have ended: an estimate from expected remainders, and from how fast chunks ran.
 
-A rollout ends when its work is done at the present rate, or with its longest response, whichever is later
-(`eta_seconds`). Pure and cheap, but not exact: nobody knows lengths, and the rate changes towards the end.
-bench/scheduling/eta.py measures how far it is from what happened.
+Engines do all tokens in steps, with as many requests in each as their seats and their KV have room for. So
+the number of steps follows from what is left (`remaining_tokens.py`), and is at least the longest remainder;
+the time of a step follows from its requests and its KV, as `Pace` has learnt (`eta_seconds`). Pure and cheap,
+but not exact: nobody knows lengths. bench/scheduling/eta.py measures how far it is from what happened.
 
 Invariants (tests/property/test_eta.py asserts them):
-- an expected remainder is positive and leads to no length beyond the cap, whatever the estimate;
-- more work, fewer running requests or slower chunks never make the estimate shorter;
+- more work, less room or slower chunks never make the estimate shorter;
 - there is no estimate before a tenth of the responses has finished, nor while nothing runs; before that there
   is a range, which is wide, as little is known of lengths.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import length_quantile
+from seer.common.policy.remaining_tokens import Remainders
 
 SHOWN_FROM = 0.1
 """Share of responses that have to finish before there is an estimate: earlier nothing is known of lengths."""
@@ -27,48 +27,28 @@ SHOWN_FROM = 0.1
 UNSURE = 3.0
 """Before `SHOWN_FROM` lengths may be so many times shorter than estimated, and as long as they may be."""
 
-WINDOW_CHUNKS = 256
-"""Chunks over which speeds are taken: the last ones, about as many as run at once on a few engines."""
+KEPT = 0.999
+"""Weight that a chunk keeps when another ends: half of it after 700, a few minutes of a few engines."""
 
-_ROOT = math.sqrt(0.5)
+PRIOR, PARTS = 0.02, np.array([4, 1, 1]) / 6
+"""Parts of a step's time that are its own, its requests' and its KV's, and their weight beside all chunks.
 
-
-def expected_remainder(estimate: Estimate, generated: int, cap: int) -> float:
-    """Return how many more tokens a response is expected to have: lengths are log-normal, cut at the cap.
-
-    Without a spread it is the rest to the estimate, beyond that half the rest to the cap.
-    """
-    room = float(max(cap - generated, 1))
-    if estimate.tokens > 1e300 or not estimate.spread:
-        return min(max(estimate.tokens - generated, 1.0), room) if generated < estimate.tokens else room / 2
-    typical, spread = math.log(estimate.tokens), estimate.spread
-    low = (math.log(max(generated, 1)) - typical) / spread
-    high = (math.log(max(cap, 2)) - typical) / spread
-    left = _above(low)
-    if left < 1e-9:  # longer than any the estimate knows
-        return room / 2
-    moment = typical + spread * spread / 2
-    inside = math.exp(moment) * (_above(low - spread) - _above(high - spread)) if moment < 600 else math.inf
-    mean = (inside + cap * _above(high)) / left
-    return min(max(mean - generated, 1.0), room)
-
-
-def _above(z: float) -> float:
-    """Return the probability that a standard normal variable is above `z`."""
-    return 0.5 * math.erfc(z * _ROOT)
+Until loads differ, chunks do not tell these parts apart. Decoding mostly waits for weights.
+"""
 
 
 @dataclass(slots=True)
 class Work:
     """What is left to generate of `responses` open ones: their expected tokens, and the `longest` of them.
 
-    `longest` is what the longest remainder of so many is expected to be: each is taken at the length that it
-    exceeds with a chance of one in their number. Of a group, only those count that have least, or most: the
-    longest remainder is nearly always one of theirs, and there may be 200,000 responses to look at.
+    `kv_tokens`: the KV that they take up, summed over these tokens. `longest` is what the longest remainder
+    of so many is expected to be: each is taken at the length that it exceeds with a chance of one in their
+    number. Of a group, only those count that have least, or most: the longest is nearly always one of them.
     """
 
     responses: int
     tokens: float = 0.0
+    kv_tokens: float = 0.0
     longest: float = 0.0
     running: int = 0
 
@@ -78,52 +58,89 @@ class Work:
         self.longest = max(self.longest, cap - min(generated))
         self.running += running
 
-    def add(
-        self, estimate: Estimate, generated: Sequence[int], cap: int, remainder: float, running: int
-    ) -> None:
-        """Add the open responses of a group, which have `generated` so many tokens and expect `remainder`."""
-        self.tokens += remainder
+    def add(self, remainders: Remainders, generated: Sequence[int], beside: float, running: int) -> None:
+        """Add the open responses of a group, which have `generated` so many tokens.
+
+        `beside`: KV tokens of each beside those that it has: its prompt, and what is reserved for its chunk.
+        """
+        for each in generated:
+            left = remainders.left(each)
+            self.tokens += left.tokens
+            self.kv_tokens += left.lengths + beside * left.tokens
         self.running += running
         chance = 1 / (1 + self.responses)
         for each in {min(generated), max(generated)}:
-            self.longest = max(self.longest, length_quantile(estimate, each, cap, chance) - each)
+            self.longest = max(self.longest, remainders.longest(each, chance))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What `engines` hold at once, all together: requests (`seats`), and tokens of KV."""
+
+    engines: float
+    seats: float
+    kv_tokens: float
+
+    def part(self, share: float) -> Room:
+        """Return what one of several has whose requests share the engines."""
+        return Room(self.engines * share, self.seats * share, self.kv_tokens * share)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Seconds of a request's token: `base`, and for each request and each KV token of its engine."""
+
+    base: float
+    request: float
+    kv_token: float
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds per token of running requests: over the last chunks, and at best."""
+    """How long tokens took in chunks, by how many requests ran on the engine, and with how much KV.
 
-    _chunks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_CHUNKS))
-    _seconds: float = 0.0
-    _tokens: int = 0
-    alone: float = 0.0
+    Sums for least squares, weighted by tokens; older chunks count less.
+    """
 
-    def add(self, seconds: float, tokens: int) -> None:
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 9)
+
+    def add(self, seconds: float, tokens: int, requests: float, kv_tokens: float) -> None:
         """Count a chunk that ended."""
-        if len(self._chunks) == WINDOW_CHUNKS:
-            old_seconds, old_tokens = self._chunks[0]
-            self._seconds -= old_seconds
-            self._tokens -= old_tokens
-        self._chunks.append((seconds, tokens))
-        self._seconds += seconds
-        self._tokens += tokens
-        each = seconds / tokens
-        if each > 0 and (not self.alone or each < self.alone):
-            self.alone = each
+        if tokens < 1:
+            return
+        rows, kv = max(requests, 1.0), max(kv_tokens, 1.0)
+        each = (1.0, rows, kv, rows * rows, rows * kv, kv * kv)
+        new = (*(tokens * of for of in each), *(seconds * of for of in each[:3]))
+        self._sums = [KEPT * old + of for old, of in zip(self._sums, new, strict=True)]
 
-    @property
-    def token_seconds(self) -> float:
-        """Seconds per token of a running request; 0: unknown."""
-        return max(self._seconds, 0.0) / self._tokens if self._tokens else 0.0
+    def token_seconds(self) -> TokenSeconds | None:
+        """Return the times that are nearest to what chunks took; None: none took any."""
+        weight, rows, kv, rows_2, rows_kv, kv_2, *totals = self._sums
+        if not (weight and totals[0]):
+            return None
+        means = np.array([1.0, rows / weight, kv / weight])
+        moments = np.array([[weight, rows, kv], [rows, rows_2, rows_kv], [kv, rows_kv, kv_2]]) / weight
+        squares = moments / np.outer(means, means) + PRIOR * np.eye(3)
+        seconds = np.array(totals) / totals[0] / means + PRIOR * PARTS
+        kinds = [0, 1, 2]
+        while (found := np.linalg.solve(squares[np.ix_(kinds, kinds)], seconds[kinds])).min() < 0:
+            kinds.pop(int(found.argmin()))
+        times = np.zeros(3)
+        times[kinds] = found
+        base, request, kv_token = (times * totals[0] / weight / means).tolist()
+        return TokenSeconds(base, request, kv_token)
 
 
-def eta_seconds(work: Work, pace: Pace, finished: int) -> float | None:
+def eta_seconds(work: Work, room: Room, pace: Pace, finished: int) -> float | None:
     """Return in how many seconds all of `work` will have ended; None: too little is known."""
     of = finished + work.responses
-    token = pace.token_seconds
-    if not (work.responses and work.running and token) or finished < SHOWN_FROM * of:
+    if not (work.responses and work.running and room.engines) or finished < SHOWN_FROM * of:
         return None
-    return max(work.tokens * token / work.running, work.longest * pace.alone)
+    if (seconds := pace.token_seconds()) is None:
+        return None
+    steps = max(work.tokens / max(room.seats, 1), work.kv_tokens / max(room.kv_tokens, 1), work.longest)
+    beside = seconds.request * work.tokens + seconds.kv_token * work.kv_tokens
+    return seconds.base * steps + beside / room.engines
 
 
 def shortened(estimate: Estimate) -> Estimate:

@@ -15,15 +15,9 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 from seer.common import ids, wire
-from seer.common.policy.eta import (
-    SHOWN_FROM,
-    Work,
-    eta_seconds,
-    expected_remainder,
-    first_range,
-    shortened,
-)
+from seer.common.policy.eta import SHOWN_FROM, Room, Work, eta_seconds, first_range, shortened
 from seer.common.policy.length import Estimate
+from seer.common.policy.remaining_tokens import EVEN, EndRates, Remainders
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 from seer.services.buffer.running_chunks import InFlight
@@ -31,6 +25,9 @@ from seer.services.buffer.statistics import Statistics
 
 STEP = 250
 """Requests between two yields: a millisecond, or two while little is known of lengths."""
+
+GROUP_COSTS = 8
+"""A group costs as much as so many requests, beside its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +48,7 @@ class Survey:
     """What is expected: seconds to the end by rollout and of all, and the prompts with the longest responses.
 
     `ranges`: by rollout, the least and most seconds, where there is no estimate yet. `made`: the tokens that
-    each rollout has, with those of chunks that run.
+    each rollout has, with those of chunks that run. `ratios`: those of `EndRates`.
     """
 
     etas: dict[str, float | None] = field(default_factory=dict)
@@ -59,6 +56,7 @@ class Survey:
     ranges: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     longest: list[OpenPrompt] = field(default_factory=list)
+    ratios: tuple[float, ...] = EVEN
 
 
 def newest(machine: RequestMachine) -> list[RolloutState]:
@@ -71,6 +69,11 @@ def newest(machine: RequestMachine) -> list[RolloutState]:
 def survey(machine: RequestMachine, statistics: Statistics, now: float) -> Iterator[Survey | None]:
     """Look at all open requests; yield None now and then, and the outcome at last."""
     in_flight = InFlight(statistics.running, now)
+    rates = statistics.ends.copy()
+    for engine in statistics.running.engines:
+        _add_running(rates, machine, statistics.running.requests(engine), engine, in_flight)
+        yield None
+    look = _Look(machine, rates.ratios())
     rollouts = {each.rollout_id: _Outlook(each) for each in newest(machine)}
     held = {each.rollout.rollout_id for each in machine.registry.held.values()}
     everything, longest = Work(len(machine.requests)), _Longest()
@@ -80,45 +83,82 @@ def survey(machine: RequestMachine, statistics: Statistics, now: float) -> Itera
         if estimate is None:  # it ended meanwhile
             continue
         found = [each for each in _requests(machine, group) if not each.finish]
-        seen += 1 + len(found)
+        seen += GROUP_COSTS + len(found)
         if not found:
             continue
         tokens = [in_flight.tokens(each.instance, each.view.request_id) for each in found]
         of = _Open(found, tokens)
-        add = estimate, of.kept, of.cap, of.remainder(estimate, of.kept), of.running
-        everything.add(*add)
+        look.add(everything, estimate, of)
         if outlook := rollouts.get(group.rollout.rollout_id):
-            outlook.work.add(*add)
-            outlook.add(estimate, of)
+            outlook.add(look, estimate, of)
         longest.add(group, of)
         if seen >= STEP:
             seen = 0
             yield None
-    pace, all_finished = statistics.pace, sum(each.finished for each in machine.rollouts.values())
-    rate = sum(statistics.running.rate(name) for name in machine.instances) / max(everything.running, 1)
+    pace, room = statistics.pace, _room(machine)
+    running = max(everything.running, 1)
+    rate = sum(statistics.running.rate(name) for name in machine.instances) / running
     named = {name: each for name, each in rollouts.items() if not each.rollout.open and name not in held}
     yield Survey(
-        {name: eta_seconds(each.work, pace, each.rollout.finished) for name, each in named.items()},
-        eta_seconds(everything, pace, all_finished),
+        {
+            name: eta_seconds(each.work, room.part(each.work.running / running), pace, each.rollout.finished)
+            for name, each in named.items()
+        },
+        eta_seconds(everything, room, pace, sum(each.finished for each in machine.rollouts.values())),
         {name: each.range(rate) for name, each in named.items()},
         {name: each.rollout.counters["tokens"] + int(each.in_flight) for name, each in rollouts.items()},
         longest.prompts,
+        look.ratios,
     )
 
 
+def _add_running(
+    rates: EndRates, machine: RequestMachine, requests: list[str], engine: str, in_flight: InFlight
+) -> None:
+    """Count what running chunks generated without an end: else only those that end early were counted."""
+    for request_id in requests:
+        request = machine.requests.get(request_id)
+        estimate = machine.estimates.get(request_id.rpartition("#")[0])
+        if request is not None and estimate is not None:
+            kept = request.view.produced
+            rates.lived(estimate, kept, kept + int(in_flight.tokens(engine, request_id)), False)
+
+
+def _room(machine: RequestMachine) -> Room:
+    """Return what all engines have room for."""
+    of = [each.capacity for each in machine.instances.values()]
+    kv_tokens = sum(each.kv_blocks * each.block_size for each in of)
+    return Room(len(of), sum(each.max_num_seqs for each in of), kv_tokens)
+
+
 class _Open:
-    """The open responses of a group: the tokens that are `kept` of each, and those that it `has` by now."""
+    """The open responses of a group: the tokens that each `has` by now, with those of running chunks."""
 
     def __init__(self, requests: list[RequestState], in_flight: list[float]) -> None:
         self.requests, self.in_flight = requests, sum(in_flight)
-        self.kept = [each.view.produced for each in requests]
-        self.has = [kept + int(more) for kept, more in zip(self.kept, in_flight, strict=True)]
+        self.has = [each.view.produced + int(more) for each, more in zip(requests, in_flight, strict=True)]
         self.cap = requests[0].view.most
         self.running = sum(bool(each.instance) for each in requests)
 
-    def remainder(self, estimate: Estimate, generated: list[int]) -> float:
-        """Return how many more tokens they are expected to have, all together."""
-        return sum(expected_remainder(estimate, each, self.cap) for each in generated)
+
+class _Look:
+    """What is left of groups. Those of which nothing is known have one estimate, and share a curve."""
+
+    def __init__(self, machine: RequestMachine, ratios: tuple[float, ...]) -> None:
+        self._machine, self.ratios = machine, ratios
+        self._fresh: dict[tuple[Estimate, int], Remainders] = {}
+
+    def add(self, work: Work, estimate: Estimate, of: _Open) -> None:
+        """Add a group's open responses to what is left."""
+        view, least = of.requests[0].view, min(of.has)
+        remainders = self._fresh.get((estimate, of.cap)) if not least else None
+        if remainders is None:
+            remainders = Remainders(estimate, of.cap, self.ratios, least)
+            if not least:
+                self._fresh = {(estimate, of.cap): remainders}
+        scheduler = self._machine.scheduler
+        reserved = scheduler.chunk(view) / 2 if scheduler.policy.admission else 0.0
+        work.add(remainders, of.has, view.prompt_len + reserved, of.running)
 
 
 class _Outlook:
@@ -131,12 +171,12 @@ class _Outlook:
         self.early = not rollout.open and rollout.finished < SHOWN_FROM * rollout.requests
         self.in_flight = 0.0
 
-    def add(self, estimate: Estimate, of: _Open) -> None:
-        """Add the open responses of a group to what is only known early."""
+    def add(self, look: _Look, estimate: Estimate, of: _Open) -> None:
+        """Add the open responses of a group."""
+        look.add(self.work, estimate, of)
         self.in_flight += of.in_flight
         if self.early:
-            short = shortened(estimate)
-            self.short.add(short, of.has, of.cap, of.remainder(short, of.has), of.running)
+            look.add(self.short, shortened(estimate), of)
             self.capped.add_capped(of.has, of.cap, of.running)
 
     def range(self, rate: float) -> tuple[float, float] | None:

@@ -15,18 +15,25 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from seer.common.policy.length import Estimate
+
 RATE_REPORTS = 6
 """Reports of an engine over which its rate is taken: five seconds."""
 
 
 @dataclass(slots=True)
 class RunningChunk:
-    """One placement since `started`. It may generate `left` more tokens since it returned some at `since`."""
+    """One placement since `started`. It may generate `left` more tokens since it returned some at `since`.
+
+    As it began: its group's `estimate`, and its engine's `load`, the requests there and their KV tokens.
+    """
 
     attempt: int
     started: float
     since: float
     left: int
+    estimate: Estimate | None = None
+    load: tuple[int, int] = (1, 0)
 
 
 @dataclass(slots=True)
@@ -56,16 +63,20 @@ class RunningChunks:
         """Engines that something is known of."""
         return list(self._engines)
 
+    def requests(self, engine: str) -> list[str]:
+        """Return the requests whose chunks run on an engine."""
+        return list(self._engines[engine].chunks) if engine in self._engines else []
+
     def of(self, engine: str, request_id: str) -> RunningChunk | None:
         """Return a chunk that runs."""
         return self._engines[engine].chunks.get(request_id) if engine in self._engines else None
 
-    def began(self, engine: str, request_id: str, attempt: int, most: int, now: float) -> None:
-        """Note a chunk of `most` tokens."""
+    def began(self, engine: str, request_id: str, chunk: RunningChunk) -> None:
+        """Note a chunk."""
         known = self._engines[engine]
         if not known.chunks:
             known.reports.clear()  # an engine's rate is that of work
-        known.chunks[request_id] = RunningChunk(attempt, now, now, most)
+        known.chunks[request_id] = chunk
 
     def returned(self, engine: str, request_id: str, attempt: int, count: int, now: float) -> None:
         """Note that tokens of a chunk came; those of a chunk that was dropped are counted already."""

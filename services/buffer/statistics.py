@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from seer.common import ids
 from seer.common.policy.eta import Pace
+from seer.common.policy.remaining_tokens import EndRates
 from seer.common.policy.tail import before_tail, tail_seconds
 from seer.common.wire import (
     ChunkFailed,
@@ -39,7 +40,7 @@ from seer.services.buffer.buffer_machine import BufferMachine, Event, Instructio
 from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
-from seer.services.buffer.running_chunks import RunningChunks
+from seer.services.buffer.running_chunks import RunningChunk, RunningChunks
 
 MAX_ENGINES = 10_000
 """Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
@@ -110,7 +111,8 @@ class Ended:
 class Statistics:
     """See the module's docstring. `lost` counts chunks by engine, `finished` requests by reason.
 
-    `pace` is how fast chunks ran, `running` those that run; `ended` the rollout that ended last.
+    `pace` is how fast chunks ran, `ends` how often responses ended; `running` are the chunks that run,
+    `ended` is the rollout that ended last.
     """
 
     def __init__(self, machine: BufferMachine) -> None:
@@ -122,6 +124,7 @@ class Statistics:
         self.lost: Counter[str] = Counter()
         self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.pace = Pace()
+        self.ends = EndRates()
         self.running = RunningChunks()
         self.ended: Ended | None = None
         self._groups: dict[str, _Group] = {}
@@ -244,7 +247,9 @@ class Statistics:
         return (group.since, group.chunks, int(index)) if group else (array("d"), array("l"), 0)
 
     def _dispatch(self, item: instructions.Dispatch, now: float) -> None:
-        self.running.began(item.instance, item.request_id, item.attempt, item.max_new_tokens, now)
+        estimate = self._machine.requests.estimates.get(item.request_id.rpartition("#")[0])
+        chunk = RunningChunk(item.attempt, now, now, item.max_new_tokens, estimate, self._load(item.instance))
+        self.running.began(item.instance, item.request_id, chunk)
         since, chunks, index = self._find(item.request_id)
         if since:
             self.chunk_wait_seconds.add(now - since[index])
@@ -270,15 +275,16 @@ class Statistics:
         chunk = self.running.ended(instance, item.request_id)
         started = chunk.started if chunk else now
         self.chunk_seconds.add(now - started)
-        self.pace.add(now - started, count)
         since, _, index = self._find(item.request_id)
         if since:
             since[index] = now
+        group_id = item.request_id.rpartition("#")[0]
+        request, group = self._request(group_id, index), self._groups.get(group_id)
+        if chunk:
+            self._learn(item, instance, chunk, request, count, now)
         if not item.finish:
             return
         self.finished[item.finish] += 1
-        group_id = item.request_id.rpartition("#")[0]
-        request, group = self._request(group_id, index), self._groups.get(group_id)
         if request is not None and group is not None:
             tokens, rollout = request.view.generated, group.rollout
             self.response_tokens.add(tokens)
@@ -290,6 +296,29 @@ class Statistics:
             rollout.made += made
             rollout.longest_made = max(rollout.longest_made, made)
             self._ended(group, index, now)
+
+    def _load(self, instance: str) -> tuple[int, int]:
+        """Return how many requests an engine has, and the KV tokens that they reserve."""
+        view = self._machine.requests.instances.get(instance)
+        return (view.chunks, view.reserved_blocks * view.capacity.block_size) if view else (1, 0)
+
+    def _learn(
+        self, item: instructions.Keep, instance: str, chunk: RunningChunk,
+        request: RequestState | None, count: int, now: float,
+    ) -> None:  # fmt: skip
+        """Learn from a chunk that ended how fast tokens come, and how often responses end."""
+        if view := self._machine.requests.instances.get(instance):
+            of = view.capacity
+            requests, kv_tokens = (
+                max(1.0, sum(each) / 2) for each in zip(chunk.load, self._load(instance), strict=True)
+            )
+            ran = min(requests, of.max_num_seqs)  # without admission others wait in the engine, by turns
+            seconds = (now - chunk.started) * ran / requests
+            self.pace.add(seconds, count, ran, min(kv_tokens, of.kv_blocks * of.block_size))
+        estimate = self._machine.requests.estimates.get(item.request_id.rpartition("#")[0], chunk.estimate)
+        if request is not None and estimate is not None:
+            has = request.view.produced
+            self.ends.lived(estimate, has - count, has, item.finish == "stop")
 
     def _lose(self, instance: str, request_id: str, now: float) -> None:
         self.lost[instance] += 1

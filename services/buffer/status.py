@@ -19,7 +19,7 @@ from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.net.hub import MAX_PEERS
 from seer.common.net.identity import Identity
-from seer.common.policy.eta import expected_remainder
+from seer.common.policy.remaining_tokens import Remainders
 from seer.common.policy.rollout_bound import bound_seconds
 from seer.common.types import InstanceStats
 from seer.services.buffer.buffer_machine import BufferMachine
@@ -231,13 +231,13 @@ class StatusDesk:
         view, group = request.view, request.group
         tokens = max(view.produced, prompt.tokens)
         estimate = self._machine.requests.estimates.get(group.group_id)
-        more = expected_remainder(estimate, tokens, view.most) if estimate else 0.0
+        left = Remainders(estimate, view.most, self._survey.ratios, tokens).left(tokens) if estimate else None
         return wire.OpenRequest(
             rollout_id=group.rollout.rollout_id,
             prompt_id=group.prompt_id,
             index=view.index - group.first_index,
             generated=tokens,
-            expected=tokens + more,
+            expected=tokens + (left.tokens if left else 0.0),
             engine=request.instance,
             chunks=self._statistics.chunks(request),
             open=prompt.open,

@@ -1,7 +1,6 @@
-"""The estimate of a rollout's end: bounds, and what makes it later."""
+"""The estimate of a rollout's end: what makes it later, and how fast chunks are found to run."""
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -11,77 +10,100 @@ from seer.common.policy.eta import (
     SHOWN_FROM,
     UNSURE,
     Pace,
+    Room,
     Work,
     eta_seconds,
-    expected_remainder,
     first_range,
     shortened,
 )
 from seer.common.policy.length import Estimate
+from seer.common.policy.remaining_tokens import Remainders
 
-ESTIMATES = st.builds(
-    Estimate,
-    st.one_of(st.floats(1, 1e6), st.floats(1e-300, 1.7e308)),
-    st.one_of(st.just(0.0), st.floats(1e-3, 3), st.floats(0, 1e308)),
-)
+ESTIMATES = st.builds(Estimate, st.floats(1, 1e6), st.one_of(st.just(0.0), st.floats(1e-3, 3)))
+ROOM = Room(2, 64, 40_000)
 
 
-@given(ESTIMATES, st.integers(0, 2**24), st.integers(1, 2**24))
-def test_a_remainder_is_positive_and_ends_at_the_cap(estimate, generated, cap):
-    remainder = expected_remainder(estimate, generated, cap)
-    assert 0 < remainder <= max(cap - generated, 1)
-
-
-def test_a_remainder_is_the_mean_of_what_is_left():
-    rng = random.Random(3)
-    lengths = [min(math.exp(math.log(500) + 0.7 * rng.gauss(0, 1)), 2000) for _ in range(200_000)]
-    for generated in (0, 300, 900):
-        left = [length - generated for length in lengths if length > generated]
-        assert expected_remainder(Estimate(500, 0.7), generated, 2000) == pytest.approx(
-            sum(left) / len(left), rel=0.02
-        )
-    assert expected_remainder(Estimate(500), 100, 2000) == 400
-    assert expected_remainder(Estimate(500), 600, 2000) == 700
-
-
-def work(open_, generated=10, running=None):
-    it, estimate = Work(open_), Estimate(400, 0.5)
-    remainder = open_ * expected_remainder(estimate, generated, 1000)
-    it.add(estimate, [generated] * open_, 1000, remainder, open_ if running is None else running)
+def work(open_, generated=10, running=None, prompt=20):
+    it = Work(open_)
+    of = Remainders(Estimate(400, 0.5), 1000)
+    it.add(of, [generated] * open_, prompt, open_ if running is None else running)
     return it
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.floats(1e-4, 10), st.floats(1, 5))
-def test_more_work_fewer_runners_and_slower_chunks_never_end_sooner(some, more, seconds, slower):
-    pace, slow = Pace(), Pace()
-    pace.add(seconds * 100, 100)
-    slow.add(seconds * slower * 100, 100)
-    base = eta_seconds(work(some, running=1), pace, 1000)
-    assert eta_seconds(work(some + more, running=1), pace, 1000) >= base
-    assert eta_seconds(work(some, running=1), slow, 1000) >= base * (1 - 1e-9)
-    assert eta_seconds(work(some), pace, 1000) <= base
-    assert base >= work(some).longest * pace.alone
+def paced(base, request, kv_token, loads=((1, 100), (8, 900), (32, 9000), (30, 20_000))):
+    pace = Pace()
+    for _ in range(50):
+        for requests, kv in loads:
+            pace.add(100 * (base + request * requests + kv_token * kv), 100, requests, kv)
+    return pace
+
+
+@given(st.integers(1, 400), st.integers(1, 40), st.integers(0, 5000), st.floats(1e-4, 1), st.floats(1, 5))
+def test_more_work_less_room_and_slower_chunks_never_end_sooner(some, more, prompt, seconds, slower):
+    pace = paced(seconds, seconds / 30, seconds / 9000)
+    slow = paced(*(slower * each for each in (seconds, seconds / 30, seconds / 9000)))
+    base = eta_seconds(work(some), ROOM, pace, 1000)
+    assert eta_seconds(work(some + more), ROOM, pace, 1000) >= base
+    assert eta_seconds(work(some, prompt=20 + prompt), ROOM, pace, 1000) >= base
+    assert eta_seconds(work(some), ROOM, slow, 1000) >= base * (1 - 1e-9)
+    assert eta_seconds(work(some), ROOM.part(0.5), pace, 1000) >= base
+    assert base >= work(some).longest * pace.token_seconds().base
+
+
+def test_the_estimate_is_the_time_of_the_steps_that_seats_kv_or_the_longest_response_need():
+    pace = paced(0.01, 0.001, 0.0)
+    seconds, of = pace.token_seconds(), Work(200, tokens=64_000, kv_tokens=4e6, longest=500, running=64)
+    beside = (seconds.request * of.tokens + seconds.kv_token * of.kv_tokens) / 2
+    for room, steps in ((Room(2, 64, 40_000), 1000), (Room(2, 64, 2_000), 2000), (Room(2, 640, 1e9), 500)):
+        assert eta_seconds(of, room, pace, 1000) == pytest.approx(seconds.base * steps + beside)
 
 
 def test_nothing_is_said_before_a_tenth_has_finished_nor_while_nothing_runs():
     pace = Pace()
-    assert eta_seconds(work(9), pace, 1) is None, "no chunk has ended"
-    pace.add(1.0, 100)
-    assert eta_seconds(work(9), pace, 1) is not None
+    assert eta_seconds(work(9), ROOM, pace, 1) is None, "no chunk has ended"
+    pace.add(1.0, 100, 4, 500)
+    assert eta_seconds(work(9), ROOM, pace, 1) is not None
     assert SHOWN_FROM > 1 / 11
-    assert eta_seconds(work(10), pace, 1) is None
-    assert eta_seconds(work(9, running=0), pace, 1) is None
-    assert eta_seconds(Work(0), pace, 1) is None
+    assert eta_seconds(work(10), ROOM, pace, 1) is None
+    assert eta_seconds(work(9, running=0), ROOM, pace, 1) is None
+    assert eta_seconds(work(9), Room(0, 0, 0), pace, 1) is None
+    assert eta_seconds(Work(0), ROOM, pace, 1) is None
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 10_000)), min_size=1, max_size=600))
-def test_the_pace_is_that_of_the_last_chunks(chunks):
+CHUNKS = st.tuples(st.floats(0, 1e3), st.integers(0, 10_000), st.floats(0, 1e4), st.floats(0, 1e8))
+
+
+@given(st.lists(CHUNKS, min_size=1, max_size=50))
+def test_no_time_is_negative_whatever_chunks_took(chunks):
     pace = Pace()
     for chunk in chunks:
         pace.add(*chunk)
-    last = chunks[-256:]
-    expected = sum(seconds for seconds, _ in last) / sum(tokens for _, tokens in last)
-    assert pace.token_seconds == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    found = pace.token_seconds()
+    if found is None:
+        assert not any(seconds and tokens for seconds, tokens, *_ in chunks)
+        return
+    assert all(0 <= each < math.inf for each in (found.base, found.request, found.kv_token))
+
+
+def test_times_are_found_where_loads_differ_and_their_sum_where_they_do_not():
+    found = paced(
+        0.01, 0.002, 1e-6, [(1, 100), (8, 200), (64, 900), (30, 90_000), (2, 60_000)]
+    ).token_seconds()
+    for requests, kv in ((30, 1000), (60, 1000), (8, 80_000)):
+        truth = 0.01 + 0.002 * requests + 1e-6 * kv
+        assert found.base + found.request * requests + found.kv_token * kv == pytest.approx(truth, rel=0.25)
+    found = paced(0.01, 0.002, 1e-6, [(64, 9000)]).token_seconds()
+    one = 0.01 + 0.128 + 0.009
+    assert found.base + 64 * found.request + 9000 * found.kv_token == pytest.approx(one, rel=0.01)
+
+
+def test_chunks_of_long_ago_count_less():
+    pace = Pace()
+    for seconds in (1.0, 3.0):
+        for _ in range(3000):
+            pace.add(100 * seconds, 100, 8, 900)
+    found = pace.token_seconds()
+    assert found.base + 8 * found.request + 900 * found.kv_token == pytest.approx(3.0, rel=0.06)
 
 
 @given(
@@ -91,8 +113,7 @@ def test_the_first_range_is_from_short_lengths_to_all_at_the_cap(
     estimate, generated, more, responses, rate, data
 ):
     cap, running, short = generated + more, data.draw(st.integers(1, responses)), Work(responses)
-    remainder = responses * expected_remainder(shortened(estimate), generated, cap)
-    short.add(shortened(estimate), [generated] * responses, cap, remainder, running)
+    short.add(Remainders(shortened(estimate), cap), [generated] * responses, 0, running)
     capped = Work(responses)
     capped.add_capped([generated] * responses, cap, running)
     least, most = first_range(short, capped, rate)

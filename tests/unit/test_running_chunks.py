@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.services.buffer.running_chunks import InFlight, RunningChunks
+from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks
 
 
 def tokens(running: RunningChunks, now: float, *requests: str, engine: str = "e") -> list[float]:
@@ -15,8 +15,8 @@ def two_chunks() -> RunningChunks:
     """Of a new engine, `a` since 0 s and `b` since 1 s, with 30 tokens of both at 2 s."""
     running = RunningChunks()
     running.reported("e", 0, 0.0)
-    running.began("e", "a", 1, 100, 0.0)
-    running.began("e", "b", 2, 100, 1.0)
+    running.began("e", "a", RunningChunk(1, 0.0, 0.0, 100))
+    running.began("e", "b", RunningChunk(2, 1.0, 1.0, 100))
     running.reported("e", 30, 2.0)
     return running
 
@@ -52,7 +52,7 @@ def test_a_stream_goes_on_from_its_last_tokens() -> None:
 def test_nobody_has_more_than_its_chunk_may_generate() -> None:
     running = RunningChunks()
     running.reported("e", 0, 0.0)
-    running.began("e", "a", 1, 8, 0.0)
+    running.began("e", "a", RunningChunk(1, 0.0, 0.0, 8))
     running.reported("e", 50, 1.0)
     assert tokens(running, 1.0, "a") == [8.0]
 
@@ -65,13 +65,13 @@ def test_what_was_dropped_is_nobodys() -> None:
     running.returned("e", "b", 2, 10, 2.0)
     running.ended("e", "b")
     running.reported("e", 1000, 3.0)  # nothing runs: it is of nobody's chunk
-    running.began("e", "c", 3, 100, 3.0)
+    running.began("e", "c", RunningChunk(3, 3.0, 3.0, 100))
     assert tokens(running, 4.0, "c") == [0.0]
 
 
 def test_an_engine_that_generated_before_the_buffer_knew_it_begins_at_its_first_report() -> None:
     running = RunningChunks()
-    running.began("e", "a", 1, 100, 0.0)
+    running.began("e", "a", RunningChunk(1, 0.0, 0.0, 100))
     running.reported("e", 10**6, 0.5)
     assert tokens(running, 1.0, "a") == [0.0]
     running.reported("e", 10**6 + 12, 1.5)
@@ -98,7 +98,7 @@ def test_estimates_are_bounded_whatever_happens(steps: list[tuple[str, str, str,
         now += seconds
         match what:
             case "began":
-                running.began(engine, request, 1, count, now)
+                running.began(engine, request, RunningChunk(1, now, now, count))
             case "returned":
                 running.returned(engine, request, 1, count, now)
             case "ended":

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
+from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
 from seer.services.buffer.requests.engine_deaths import EngineDeaths
 from seer.services.buffer.requests.queue import WaitingQueue
@@ -45,6 +46,10 @@ class Scheduler:
     def __len__(self) -> int:
         """Return how many requests wait."""
         return len(self.queue) + len(self.parked) + len(self.suspects)
+
+    def chunk(self, view: RequestView) -> int:
+        """Return the number of tokens of a request's next chunk."""
+        return self.policy.chunk(view, self._chunk_size)
 
     # --- waiting requests ----------------------------------------------------------------
 
@@ -102,7 +107,7 @@ class Scheduler:
         view, estimate = request.view, self._estimates[request.group.group_id]
         if self._is_turn_of_oldest or not self.policy.goes_on(view, estimate):
             return None
-        chunk = self.policy.chunk(view, self._chunk_size)
+        chunk = self.chunk(view)
         if not self._instances.has_room(view.last_instance, view.context, chunk, view.image_tokens):
             return None
         name = self.policy.place(view, chunk, self._instances)
@@ -126,7 +131,7 @@ class Scheduler:
             yield from self._suspects_placed(now)
         while self._instances and (request_id := self.next()) is not None:
             view = self._requests[request_id].view
-            chunk = self.policy.chunk(view, self._chunk_size)
+            chunk = self.chunk(view)
             name = self.policy.place(view, chunk, self._instances)
             if name is not None:
                 yield request_id, self._instances[name], chunk
@@ -144,7 +149,7 @@ class Scheduler:
                 break
             request_id = next(iter(self.suspects))
             view = self._requests[request_id].view
-            chunk = self.policy.chunk(view, self._chunk_size)
+            chunk = self.chunk(view)
             able = self._instances.holding(view.context, chunk, view.image_tokens)
             if able and self.emptied not in able:
                 self._stop_emptying()
