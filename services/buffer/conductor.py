@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,6 +26,7 @@ from seer.services.buffer.buffer_machine import BufferMachine, Event, Instructio
 from seer.services.buffer.conversations import Conversations
 from seer.services.buffer.events import (
     Drained,
+    FromTrainer,
     Joined,
     Left,
     Tick,
@@ -171,6 +173,21 @@ class Conductor:
         if self._sessions.get(address) != session:
             self._sessions[address] = session
             self._deliveries.reset(address)
+
+    def renounce(self, trainer: str, address: bytes) -> None:
+        """End the trajectories that are away in rollouts which only earlier incarnations of a trainer had.
+
+        An update that this incarnation asks for would wait for them, each for its `idle_seconds`.
+        """
+        registry, left = self._requests.registry, defaultdict[str, list[str]](list)
+        for away in registry.trajectories.away.values():
+            rollout_id, _, prompt_id = away.group_id.partition("/")
+            rollout = registry.rollouts.get(rollout_id)
+            taken_up = rollout is not None and rollout.address == address
+            if away.key[0] == trainer and away.address != address and not taken_up:
+                left[rollout_id].append(prompt_id)
+        for rollout_id, prompt_ids in left.items():
+            self.apply(FromTrainer(trainer, wire.Cancel(rollout_id, prompt_ids)))
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and remove them; unknown ones are ignored."""

@@ -275,6 +275,7 @@ class BufferServer:
             case wire.UpdateWeights():
                 if not self.conductor.draining:
                     self._spool.name(message.source)
+                self.conductor.renounce(name, address)
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData() if self.conductor.draining:
                 pass  # the successor takes it: its trainer sends again what is not confirmed

@@ -175,6 +175,23 @@ async def test_a_trainer_that_was_killed_is_awaited_no_longer_than_idle_seconds(
 
 
 @virtual
+async def test_an_update_awaits_nothing_that_an_earlier_incarnation_of_its_trainer_left(tmp_path):
+    async with running(engines=1) as cluster:
+        transport = MemoryTransport(cluster.network)
+        client = await cluster.client(transport, name="trainer").__aenter__()
+        await one_turn(client)
+        await transport.close()  # as SIGKILL would: no goodbye
+        async with cluster.client(name="trainer") as again:
+            await one_turn(again)
+            assert len(away(cluster)) == 2
+            updating = asyncio.create_task(again.update_weights(1, folder(tmp_path, 1)))
+            await eventually(lambda: len(away(cluster)) == 1)  # its own is awaited
+            assert asyncio.get_running_loop().time() < 15.0
+            await updating
+            assert 15.0 < asyncio.get_running_loop().time() < 30.0
+
+
+@virtual
 async def test_a_trainer_that_left_is_awaited_no_longer(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as other:
         async with cluster.client() as client:
