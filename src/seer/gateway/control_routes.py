@@ -8,8 +8,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol, TypeVar, get_args
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -19,9 +19,9 @@ from starlette.routing import Route
 from seer import __version__
 from seer.common.config import Config
 from seer.common.sleep import SleepLevel, SleepTag
-from seer.gateway.control import PauseMode
+from seer.gateway.control import Control, PauseMode
 from seer.gateway.errors import HttpError, bad
-from seer.gateway.http import answer, body_of, endpoint
+from seer.gateway.http import Handler, answer, body_of, endpoint
 from seer.gateway.request_bodies import (
     ArealUpdateBody,
     LoadAdapterBody,
@@ -43,76 +43,16 @@ UNSUPPORTED = {
 """Routes that trainers call and that are refused with 501 and a reason."""
 
 
-class ControlCalls(Protocol):
-    """What routes ask of the gateway as a whole: `Control`, or the way to `Control` from a worker process."""
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `Control.pause`."""
-
-    async def resume(self) -> None:
-        """See `Control.resume`."""
-
-    async def is_paused(self) -> bool:
-        """See `Control.is_paused`."""
-
-    async def update(self, folder: str, field: str) -> str:
-        """See `Control.update`."""
-
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
-        """See `Control.load_adapter`."""
-
-    async def unload_adapter(self, name: str) -> None:
-        """See `Control.unload_adapter`."""
-
-    async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
-        """See `Control.sleep`."""
-
-    async def wake(self, tags: Sequence[SleepTag]) -> None:
-        """See `Control.wake`."""
-
-    async def weight_version(self) -> int:
-        """See `Control.weight_version`."""
-
-    async def instances(self) -> int:
-        """See `Control.instances`."""
-
-    async def counts(self) -> dict[str, int]:
-        """See `Control.counts`."""
-
-
 class ControlRoutes:
-    """`routes` are to be served; see the module's docstring."""
+    """Answers what is asked of the gateway as a whole."""
 
-    def __init__(self, config: Config, control: ControlCalls, counters: Counter[str]) -> None:
+    def __init__(self, config: Config, control: Control) -> None:
         self._config = config
         self._control = control
-        self._counters = counters
 
-    @property
-    def routes(self) -> list[Route]:
-        """The routes with their handlers."""
-        handlers = [
-            ("POST", "/pause", self.pause),
-            ("POST", "/resume", self.resume),
-            ("GET", "/is_paused", self.is_paused),
-            ("POST", "/areal_pause_generation", self.areal_pause),
-            ("POST", "/areal_continue_generation", self.areal_continue),
-            ("POST", "/update_weights", self.update_weights),
-            ("POST", "/areal_update_weights", self.areal_update_weights),
-            ("POST", "/v1/load_lora_adapter", self.load_adapter),
-            ("POST", "/v1/unload_lora_adapter", self.unload_adapter),
-            ("GET", "/weight_info", self.weight_info),
-            ("POST", "/sleep", self.sleep),
-            ("POST", "/wake_up", self.wake_up),
-            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
-            ("GET", "/get_world_size", self.world_size),
-            ("GET", "/server_info", self.server_info),
-            ("GET", "/metrics", self.metrics),
-            *(("POST", path, self.unsupported) for path in UNSUPPORTED),
-        ]
-        return [
-            Route(path, endpoint(handler, self._counters), methods=[how]) for how, path, handler in handlers
-        ]
+    async def handle(self, request: Request) -> Response:
+        """Answer a request of one of `HANDLERS`."""
+        return await HANDLERS[request.method, request.url.path](self, request)
 
     async def pause(self, request: Request) -> Response:
         """`/pause?mode=abort|wait|keep`."""
@@ -221,6 +161,38 @@ class ControlRoutes:
     async def _read(self, request: Request, kind: type[B]) -> B:
         settings = self._config.gateway
         return read_body(kind, await body_of(request, settings.max_body_bytes, settings.client_seconds))
+
+
+HANDLERS: dict[tuple[str, str], Callable[[ControlRoutes, Request], Awaitable[Response]]] = {
+    ("POST", "/pause"): ControlRoutes.pause,
+    ("POST", "/resume"): ControlRoutes.resume,
+    ("GET", "/is_paused"): ControlRoutes.is_paused,
+    ("POST", "/areal_pause_generation"): ControlRoutes.areal_pause,
+    ("POST", "/areal_continue_generation"): ControlRoutes.areal_continue,
+    ("POST", "/update_weights"): ControlRoutes.update_weights,
+    ("POST", "/areal_update_weights"): ControlRoutes.areal_update_weights,
+    ("POST", "/v1/load_lora_adapter"): ControlRoutes.load_adapter,
+    ("POST", "/v1/unload_lora_adapter"): ControlRoutes.unload_adapter,
+    ("GET", "/weight_info"): ControlRoutes.weight_info,
+    ("POST", "/sleep"): ControlRoutes.sleep,
+    ("POST", "/wake_up"): ControlRoutes.wake_up,
+    ("POST", "/reset_prefix_cache"): ControlRoutes.reset_prefix_cache,
+    ("GET", "/get_world_size"): ControlRoutes.world_size,
+    ("GET", "/server_info"): ControlRoutes.server_info,
+    ("GET", "/metrics"): ControlRoutes.metrics,
+    **{("POST", path): ControlRoutes.unsupported for path in UNSUPPORTED},
+}
+"""What answers which method and path."""
+
+
+def control_routes(handle: Handler, counters: Counter[str]) -> list[Route]:
+    """Return the routes of `HANDLERS`, served by `ControlRoutes.handle`, or by what relays requests to it."""
+    routes = []
+    for (method, path), handler in HANDLERS.items():
+        served = endpoint(handle, counters)
+        served.__doc__ = handler.__doc__  # `openapi.py` reads it
+        routes.append(Route(path, served, methods=[method]))
+    return routes
 
 
 def _mode(request: Request) -> PauseMode:

@@ -7,6 +7,7 @@ from seer.common.config import Config
 from seer.common.net.transport.base import Transport
 from seer.common.process.service import Service
 from seer.gateway.control import Control
+from seer.gateway.control_routes import ControlRoutes
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.supervisor import WorkerSupervisor
@@ -23,7 +24,8 @@ class Gateway:
         """Bind, and read the tokenizer."""
         sockets = listen_on_both(self._config)
         serving = self._serving
-        serving.load(Control(self._config, serving.buffer, [serving.process]), sockets)
+        control = Control(self._config, serving.buffer, [serving.process])
+        serving.load(ControlRoutes(self._config, control).handle, sockets)
         return {f"gateway.{name}": url_of(each, self._config.gateway) for name, each in sockets.items()}
 
     async def run(self) -> None:

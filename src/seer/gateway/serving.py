@@ -32,10 +32,10 @@ from seer.common.net.keys import Peers
 from seer.common.net.transport.base import Transport
 from seer.gateway.bearer import CONTROL, DATA, Bearer
 from seer.gateway.buffer_client import BufferClient
-from seer.gateway.control_routes import ControlCalls, ControlRoutes
+from seer.gateway.control_routes import control_routes
 from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
-from seer.gateway.http import refusal
+from seer.gateway.http import Handler, refusal
 from seer.gateway.image_processor import model_of
 from seer.gateway.images import Images
 from seer.gateway.job_processes import JobProcesses
@@ -69,8 +69,11 @@ class Serving:
         self._servers: dict[str, _Server] = {}
         self._sockets: Mapping[str, socket.socket] = {}
 
-    def load(self, control: ControlCalls, sockets: Mapping[str, socket.socket]) -> None:
-        """Read tokenizer and processor, make the routes, and listen. Raises `ConfigError`."""
+    def load(self, control: Handler, sockets: Mapping[str, socket.socket]) -> None:
+        """Read tokenizer and processor, make the routes, and listen. `control`: as in `control_routes`.
+
+        Raises `ConfigError`.
+        """
         settings = self._config.gateway
         self._jobs.start()
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
@@ -78,7 +81,7 @@ class Serving:
         data = GenerationRoutes(
             self._config, self.buffer, self.requests, text, images, self._models, self._jobs
         ).routes
-        everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
+        everything = [*data, *control_routes(control, self.requests.counters)]
         routes = {"data": data, "control": everything}
         peers = Peers(Path(self._config.security.peers)) if self._config.security.peers else None
         for name, each in routes.items():

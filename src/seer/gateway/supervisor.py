@@ -15,18 +15,19 @@ import os
 import signal
 import socket
 import sys
-from typing import get_args
 
 from msgspec import to_builtins
 from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.types import Message
 
 from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.sleep import SleepTag
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control import Control
+from seer.gateway.control_routes import ControlRoutes
 from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link, LinkLost
 from seer.gateway.sockets import listen_on_both, url_of
@@ -97,6 +98,7 @@ class WorkerSupervisor:
         self._buffer = BufferClient(config, transport)
         self._serving: set[RemoteProcess] = set()
         self._control = Control(config, self._buffer, self._serving)
+        self._routes = ControlRoutes(config, self._control)
         self._reserved: dict[str, socket.socket] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._draining = False
@@ -176,18 +178,18 @@ class WorkerSupervisor:
         problem = ""
         admitted = asyncio.Event()
 
-        async def serve(name: str, arguments: list[object]) -> object:
+        async def serve(name: str, arguments: list[str]) -> object:
             nonlocal problem
+            if name == "control":
+                return await self._answered(*arguments)
             if name == "configuration":
                 return to_builtins(self._config)
             if name == "failed":
-                problem = str(arguments[0])
-                return None
+                problem = arguments[0]
             if name == "ready":
                 began.append(asyncio.get_running_loop().time())
                 admitted.set()
-                return None
-            return await self._serve(name, arguments)
+            return None
 
         link = await Link.over(ours, serve)
         remote = RemoteProcess(link, process)
@@ -218,35 +220,21 @@ class WorkerSupervisor:
         if not ready.done():
             ready.set_result(None)
 
-    async def _serve(self, name: str, arguments: list[object]) -> object:
-        """Do what a process asks of the gateway as a whole."""
-        control = self._control
-        match name, arguments:
-            case "pause", ["abort" | "wait" | "keep" as mode]:
-                await control.pause(mode)
-            case "resume", []:
-                await control.resume()
-            case "is_paused", []:
-                return await control.is_paused()
-            case "update", [str() as folder, str() as field]:
-                return await control.update(folder, field)
-            case "load_adapter", [str() as name, str() as path, bool() as in_place]:
-                await control.load_adapter(name, path, in_place=in_place)
-            case "unload_adapter", [str() as name]:
-                await control.unload_adapter(name)
-            case "sleep", ["abort" | "wait" | "keep" as mode, 1 | 2 as level]:
-                await control.sleep(mode, level)
-            case "wake", [list() as tags]:
-                await control.wake([tag for tag in get_args(SleepTag) if tag in tags])
-            case "weight_version", []:
-                return await control.weight_version()
-            case "instances", []:
-                return await control.instances()
-            case "counts", []:
-                return await control.counts()
-            case _:
-                raise SeerError(f"unknown call {name} {arguments}")
-        return None
+    async def _answered(self, method: str, path: str, query: str, body: str) -> tuple[str | None, str]:
+        """Answer a control request of a process; return the answer's media type and text."""
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body.encode("latin-1")}
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [],
+        }
+        response = await self._routes.handle(Request(scope, receive))
+        return response.media_type, bytes(response.body).decode()
 
 
 def kill(process: asyncio.subprocess.Process) -> None:

@@ -2,7 +2,7 @@
 
 Invariants:
 - it begins paused, so none of its requests slips through a pause that began before it;
-- control calls go to the process that started it, which tells all processes;
+- control requests are answered by the process that started it, which tells all processes;
 - it ends with that process.
 """
 
@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
 
 import msgspec
 import uvloop
+from starlette.requests import Request
+from starlette.responses import Response
 
 from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import configure, get_logger
 from seer.common.process.service import transport_of
-from seer.common.sleep import SleepLevel, SleepTag
-from seer.gateway.control import PauseMode
+from seer.gateway.http import body_of
 from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link
 from seer.gateway.serving import Serving
@@ -32,56 +32,24 @@ CALL_SECONDS = 30.0
 """Deadline of a call to another process of the gateway, beside the time of what it asks for."""
 
 
-class RemoteControl:
-    """`Control` in the process that started this one: see there."""
+CONTROL_BYTES = 2**17
+"""Longest body of a control request: a line of a `Link` has room for it, however it is escaped."""
 
-    def __init__(self, link: Link, update_seconds: float) -> None:
+
+class ControlRelay:
+    """Has the process that started this one answer control requests (`ControlRoutes`)."""
+
+    def __init__(self, link: Link, config: Config) -> None:
         self._link = link
-        self._long = update_seconds + CALL_SECONDS
+        self._seconds = config.buffer.update_seconds + CALL_SECONDS
+        self._body_seconds = config.gateway.client_seconds
 
-    async def pause(self, mode: PauseMode) -> None:
-        """See `Control.pause`."""
-        await self._link.call("pause", mode, seconds=self._long)
-
-    async def resume(self) -> None:
-        """See `Control.resume`."""
-        await self._link.call("resume", seconds=2 * CALL_SECONDS)
-
-    async def is_paused(self) -> bool:
-        """See `Control.is_paused`."""
-        return bool(await self._link.call("is_paused", seconds=CALL_SECONDS))
-
-    async def update(self, folder: str, field: str) -> str:
-        """See `Control.update`."""
-        return str(await self._link.call("update", folder, field, seconds=self._long))
-
-    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
-        """See `Control.load_adapter`."""
-        await self._link.call("load_adapter", name, path, in_place, seconds=self._long)
-
-    async def unload_adapter(self, name: str) -> None:
-        """See `Control.unload_adapter`."""
-        await self._link.call("unload_adapter", name, seconds=self._long)
-
-    async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
-        """See `Control.sleep`."""
-        await self._link.call("sleep", mode, level, seconds=self._long)
-
-    async def wake(self, tags: Sequence[SleepTag]) -> None:
-        """See `Control.wake`."""
-        await self._link.call("wake", list(tags), seconds=self._long)
-
-    async def weight_version(self) -> int:
-        """See `Control.weight_version`."""
-        return int(await self._link.call("weight_version", seconds=CALL_SECONDS))
-
-    async def instances(self) -> int:
-        """See `Control.instances`."""
-        return int(await self._link.call("instances", seconds=CALL_SECONDS))
-
-    async def counts(self) -> dict[str, int]:
-        """See `Control.counts`."""
-        return dict(await self._link.call("counts", seconds=2 * CALL_SECONDS))
+    async def handle(self, request: Request) -> Response:
+        """Answer a request of one of `control_routes.HANDLERS`."""
+        body = (await body_of(request, CONTROL_BYTES, self._body_seconds)).decode("latin-1")
+        asked = request.method, request.url.path, request.url.query, body
+        kind, told = await self._link.call("control", *asked, seconds=self._seconds)
+        return Response(told, media_type=kind)
 
 
 class Worker:
@@ -132,8 +100,8 @@ async def work(end: socket.socket) -> None:
     try:
         loading = Worker(config, transport)
         try:
-            control = RemoteControl(link, config.buffer.update_seconds)
-            loading.serving.load(control, listen_on_both(config, shared=True))
+            relay = ControlRelay(link, config).handle
+            loading.serving.load(relay, listen_on_both(config, shared=True))
         except ConfigError as error:
             await link.call("failed", str(error), seconds=CALL_SECONDS)
             return
