@@ -1,6 +1,7 @@
 """No test is gated on wall time: machines stall."""
 
 import atexit
+import inspect
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import tempfile
 
 import pytest
 from hypothesis import settings
+from virtual_time import virtual
 
 # `make test` draws the same examples everywhere: a commit that passes here passes there.
 settings.register_profile("seer", deadline=None, derandomize=True)
@@ -35,6 +37,19 @@ def file(tmp_path):
         return path
 
     return write
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Function] | None:
+    """Run the async tests of a module marked `virtual` in virtual time, but those that are marked `real_time`."""
+    own = [mark.name for mark in getattr(obj, "pytestmark", ())]
+    asked = name.startswith("test_") and collector.get_closest_marker("virtual") and "real_time" not in own
+    if not asked or not inspect.iscoroutinefunction(obj):
+        return None
+    setattr(collector.obj, name, virtual(obj))
+    return list(collector._genfunctions(name, getattr(collector.obj, name)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,7 @@
 """An event loop whose time jumps to the next timer: hours of timeouts run in milliseconds.
 
-Use `@virtual` on an async test, or `run(coroutine)`. When every task waits and no timer is set, nothing
+All async tests of a module that imports `pytestmark` from here run in virtual time, but those that are marked
+`real_time`; elsewhere use `@virtual` on a test, or `run(coroutine)`. When every task waits and no timer is set, nothing
 can ever wake: that raises `Deadlock` with the waiting tasks, and so does running past the limit. Threads
 and real sockets do not fit in here; use the `memory` transport.
 
@@ -16,6 +17,10 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import pytest
+
+pytestmark = pytest.mark.virtual
 
 T = TypeVar("T")
 A = ParamSpec("A")

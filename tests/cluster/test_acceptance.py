@@ -1,7 +1,7 @@
 """What one engine learns of a group's drafts reaches the others with the group's next chunks."""
 
 from cluster_harness import PROMPTS, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.policy.draft_costs import CELLS
@@ -11,7 +11,6 @@ GOOD = "0#"
 """What follows the rollout's id in names of responses to the prompt whose drafts are accepted."""
 
 
-@virtual
 async def test_a_new_engine_starts_a_group_with_what_others_learned_of_it(monkeypatch):
     known, step, add = {}, ReplayBackend.step, ReplayBackend.add
 

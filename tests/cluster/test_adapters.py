@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cluster_harness import Cluster, roll, running
 from msgspec.structs import replace
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import LoraAdapter, WeightsRefused
 from seer.client.tensor_stream import TensorStream
@@ -50,7 +50,6 @@ def machines(request, monkeypatch):
         monkeypatch.setattr(Buffer, "here", staticmethod(lambda state: False))
 
 
-@virtual
 async def test_an_adapter_has_a_version_and_a_digest_as_weights_have(model, machines):
     async with running(engines=2) as cluster, cluster.client() as client:
         before = await roll(client)
@@ -69,7 +68,6 @@ async def test_an_adapter_has_a_version_and_a_digest_as_weights_have(model, mach
         assert back.digest == digest_of_folder(model)
 
 
-@virtual
 async def test_an_engine_that_joins_later_loads_the_adapter(model, machines):
     async with running(engines=1) as cluster, cluster.client() as client:
         await client.update_weights(1, adapter(1.0, model))
@@ -82,7 +80,6 @@ async def test_an_engine_that_joins_later_loads_the_adapter(model, machines):
         assert await roll(client) == expected
 
 
-@virtual
 async def test_a_refused_adapter_changes_nothing(model):
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -94,7 +91,6 @@ async def test_a_refused_adapter_changes_nothing(model):
         assert (await client.status()).quarantined == {}
 
 
-@virtual
 async def test_the_base_is_the_model_that_an_engine_was_started_with(model, tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client:
         driver, bases = cluster.services["e0"]._driver, []
@@ -111,7 +107,6 @@ async def test_the_base_is_the_model_that_an_engine_was_started_with(model, tmp_
         assert bases == [None, model, model]
 
 
-@virtual
 async def test_a_base_that_changes_while_it_is_loaded_is_not_used(model):
     async with running(engines=1) as cluster, cluster.client() as client:
         driver = cluster.services["e0"]._driver
@@ -126,7 +121,6 @@ async def test_a_base_that_changes_while_it_is_loaded_is_not_used(model):
             await client.update_weights(2, adapter(2.0, digest_of_folder(model)))
 
 
-@virtual
 async def test_an_engine_without_a_model_takes_no_adapter():
     async with running(engines=1) as cluster, cluster.client() as client:
         with pytest.raises(WeightsRefused, match=r"start it with shared\.model"):

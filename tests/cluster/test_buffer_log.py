@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 from cluster_harness import Cluster, folder, roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.config import BufferConfig
 from seer.common.errors import ConfigError
@@ -41,7 +41,6 @@ async def eventful(tmp_path):
     return sorted(logs.iterdir(), key=lambda path: read(path)[0].clock)
 
 
-@virtual
 async def test_a_log_runs_through_the_machines_again(tmp_path):
     first, second = await eventful(tmp_path)
     for path in (first, second):
@@ -56,7 +55,6 @@ async def test_a_log_runs_through_the_machines_again(tmp_path):
     assert not machine.requests.requests
 
 
-@virtual
 async def test_a_trace_has_every_chunk_of_a_prompt_and_what_became_of_it(tmp_path):
     segments = [(header, list(lines)) for header, lines in map(read, await eventful(tmp_path))]
     groups = {
@@ -77,7 +75,6 @@ async def test_a_trace_has_every_chunk_of_a_prompt_and_what_became_of_it(tmp_pat
     assert sum("lost with the buffer" in line for each in groups for line in follow(segments, each))
 
 
-@virtual
 async def test_another_answer_is_found_and_half_a_line_is_no_error(tmp_path):
     path, _ = await eventful(tmp_path)
     text = path.read_bytes()
@@ -92,7 +89,6 @@ async def test_another_answer_is_found_and_half_a_line_is_no_error(tmp_path):
         replay(*read(path))
 
 
-@virtual
 async def test_what_is_no_log_is_refused_by_name(tmp_path):
     path = tmp_path / "x.jsonl"
     for text in (b"", b"hello\n", b'{"policy": 5}\n'):
@@ -104,7 +100,6 @@ async def test_what_is_no_log_is_refused_by_name(tmp_path):
         read(path)
 
 
-@virtual
 async def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     cluster = Cluster(buffer=BufferConfig(log=str(tmp_path / "file")))

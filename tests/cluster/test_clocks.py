@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cluster_harness import PROMPTS, running
 from memory_transport import MemoryTransport
-from virtual_time import PROCESS, eventually, virtual
+from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common import ids
@@ -28,7 +28,6 @@ def jump(monkeypatch, seconds):
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-@virtual
 async def test_a_trainer_comes_back(seconds, stopped, monkeypatch):
     async with running(engines=1) as cluster:
         transport = MemoryTransport(cluster.network)
@@ -49,7 +48,6 @@ async def test_a_trainer_comes_back(seconds, stopped, monkeypatch):
             await past.close()
 
 
-@virtual
 async def test_a_trainer_whose_name_is_in_use_hears_so(monkeypatch):
     async with running(engines=1) as cluster, cluster.client(name="t") as first:
         jump(monkeypatch, -HOUR)
@@ -63,7 +61,6 @@ async def test_a_trainer_whose_name_is_in_use_hears_so(monkeypatch):
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-@virtual
 async def test_an_engine_comes_back(seconds, stopped, monkeypatch):
     async with running(engines=0) as cluster:
         token = PROCESS.set("stopped")
@@ -88,6 +85,7 @@ async def test_an_engine_comes_back(seconds, stopped, monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
+@pytest.mark.real_time
 async def test_killed_incarnations_are_followed_over_zeromq(seconds, monkeypatch, tmp_path):
     at = Endpoints(**{
         name: f"ipc://{tmp_path}/{name}"

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from cluster_harness import running
 from invariants import check
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import (
     BufferLost,
@@ -62,7 +62,6 @@ def sampling_of(client, reward=parity, prompts=None, **options):
     return DynamicSampling(client, stream() if prompts is None else prompts, reward, **options)
 
 
-@virtual
 async def test_what_is_accepted_does_not_depend_on_the_schedule():
     seen, drawn = [], set()
     for settings, (reward, oversample) in itertools.product(
@@ -87,7 +86,6 @@ async def test_what_is_accepted_does_not_depend_on_the_schedule():
     assert len(drawn) > 1
 
 
-@virtual
 async def test_they_are_the_same_groups_as_in_a_plain_rollout():
     async with running() as cluster, cluster.client() as client:
         async with sampling_of(client, target=4, rollout_number=7, seed=3) as sampled:
@@ -100,7 +98,6 @@ async def test_they_are_the_same_groups_as_in_a_plain_rollout():
     assert content(accepted) == content([scored for scored in everything if len(set(scored.rewards)) > 1])
 
 
-@virtual
 async def test_waves_share_a_number_that_nobody_else_gets():
     async with running() as cluster, cluster.client() as client:
         async with sampling_of(client, oversample=1.0) as sampled:
@@ -116,7 +113,6 @@ async def test_waves_share_a_number_that_nobody_else_gets():
     assert len(ids) == len(set(ids))
 
 
-@virtual
 async def test_an_exhausted_stream_gives_what_there_is():
     prompts = list(itertools.islice(stream(), 10))
     async with running() as cluster, cluster.client() as client:
@@ -133,7 +129,6 @@ async def test_an_exhausted_stream_gives_what_there_is():
             assert await sampled.result() == []
 
 
-@virtual
 async def test_early_stop_takes_what_finishes_first_and_cancels_the_rest():
     async with running(engines=1, engine=SLOW) as cluster, cluster.client() as client:
         options = {"keep": lambda scored: True, "oversample": 2.0, "first_finished_biased": True}
@@ -153,7 +148,6 @@ async def test_early_stop_takes_what_finishes_first_and_cancels_the_rest():
         check(machine)
 
 
-@virtual
 async def test_failed_prompts_are_named_and_lose_no_other():
     def reward(group):
         return [1.0] if group.prompt_id == "2" else [0.0, 1.0]
@@ -177,7 +171,6 @@ async def test_failed_prompts_are_named_and_lose_no_other():
         assert sampled.outcomes == {"0": "failed"}
 
 
-@virtual
 async def test_leaving_the_scope_frees_everything():
     async with running(engines=1, engine=SLOW) as cluster, cluster.client() as client:
         async with sampling_of(client, slow_parity, target=20) as sampled:
@@ -195,7 +188,6 @@ async def test_leaving_the_scope_frees_everything():
         check(machine)
 
 
-@virtual
 async def test_what_ends_a_sampling_is_raised():
     async with running(engines=1, engine=SLOW) as cluster, cluster.client(silence_seconds=20) as client:
         with pytest.raises(InvalidField, match=r"prompts\[12\]\.token_ids"):
@@ -231,7 +223,6 @@ async def test_what_ends_a_sampling_is_raised():
                 await sampled.result()
 
 
-@virtual
 async def test_one_version_of_weights(tmp_path):
     head = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"0")

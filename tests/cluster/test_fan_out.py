@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster_harness import Cluster, roll
 from msgspec.structs import replace
-from virtual_time import PROCESS, eventually, virtual
+from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import WeightsRefused, weight_update
 from seer.client.tensor_stream import TensorStream
@@ -90,7 +90,6 @@ def tensors(fill):
     return {"w": np.full(PARTS * PART_BYTES // 4, fill, dtype=np.float32)}
 
 
-@virtual
 async def test_the_buffer_sends_a_stream_twice_whatever_the_number_of_nodes(monkeypatch):
     async with running(monkeypatch, apart(8)) as cluster, cluster.client() as client:
         live = await client.update_weights(1, tensors(1.0))
@@ -103,7 +102,6 @@ async def test_the_buffer_sends_a_stream_twice_whatever_the_number_of_nodes(monk
         assert not cluster.copies()
 
 
-@virtual
 async def test_a_delta_goes_the_same_way_and_who_lacks_its_base_gets_the_whole(monkeypatch):
     async with running(monkeypatch, apart(7)) as cluster, cluster.client() as client:
         weights = tensors(1.0)
@@ -118,7 +116,6 @@ async def test_a_delta_goes_the_same_way_and_who_lacks_its_base_gets_the_whole(m
             assert step == 2 or cluster.sent["buffer"] == 2
 
 
-@virtual
 async def test_engines_of_one_node_take_one_copy(monkeypatch):
     monkeypatch.setattr(holders.Holder, "here", staticmethod(lambda state: "seer-weights" in state.folder))
     nodes = dict.fromkeys(("e0", "e1", "e2"), "n0")
@@ -129,7 +126,6 @@ async def test_engines_of_one_node_take_one_copy(monkeypatch):
         await roll(client)
 
 
-@virtual
 @pytest.mark.parametrize("what", ["dies", "hangs", "sends damaged parts", "sends other bytes"])
 async def test_a_holder_that_fails_is_replaced(monkeypatch, what):
     async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
@@ -151,7 +147,6 @@ async def test_a_holder_that_fails_is_replaced(monkeypatch, what):
         await roll(client)
 
 
-@virtual
 async def test_a_trainer_that_stalls_does_not_send_all_to_the_buffer(monkeypatch):
     async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
         spool = cluster.services["buffer"]._spool
@@ -194,7 +189,6 @@ async def lose_the_spool(cluster):
     cluster.sent.clear()
 
 
-@virtual
 @pytest.mark.parametrize("deltas", [True, False])
 async def test_engines_that_join_later_copy_from_engines_and_not_from_the_buffer(monkeypatch, deltas):
     async with running(monkeypatch, apart(4)) as cluster, cluster.client(deltas=deltas) as client:
@@ -209,7 +203,6 @@ async def test_engines_that_join_later_copy_from_engines_and_not_from_the_buffer
         assert await roll(client) == expected
 
 
-@virtual
 async def test_an_engine_that_joins_needs_no_spool_and_a_version_that_is_no_more_live_no_disk(monkeypatch):
     async with running(monkeypatch, apart(3)) as cluster, cluster.client() as client:
         await client.update_weights(1, tensors(1.0))
@@ -225,7 +218,6 @@ async def test_an_engine_that_joins_needs_no_spool_and_a_version_that_is_no_more
             assert len(cluster.services[name]._peers._copies) == 1
 
 
-@virtual
 @pytest.mark.parametrize(
     "what", ["dies", "hangs", "sends damaged parts", "sends other bytes", "has other bytes", "has none"]
 )
@@ -290,7 +282,6 @@ def fail(cluster, what, names, after):
     return broken
 
 
-@virtual
 async def test_an_engine_that_dropped_its_values_loads_its_own_copy(monkeypatch):
     async with running(monkeypatch, apart(2)) as cluster, cluster.client() as client:
         await client.update_weights(1, tensors(1.0))
@@ -304,7 +295,6 @@ async def test_an_engine_that_dropped_its_values_loads_its_own_copy(monkeypatch)
         await join(cluster, "e9")
 
 
-@virtual
 async def test_an_update_that_is_refused_leaves_no_copy_at_any_node(monkeypatch):
     async with running(monkeypatch, apart(5)) as cluster, cluster.client() as client:
         cluster.services["e4"]._updater.fetcher.model_bytes = 10**9
@@ -315,7 +305,6 @@ async def test_an_update_that_is_refused_leaves_no_copy_at_any_node(monkeypatch)
         assert (await client.update_weights(1, tensors(1.0))).quarantined == {}
 
 
-@virtual
 async def test_a_holder_out_of_reach_costs_one_update_some_seconds_and_the_next_ones_none(monkeypatch):
     async with running(monkeypatch, apart(4)) as cluster, cluster.client() as client:
         for name in ("e2", "e3"):
@@ -332,7 +321,6 @@ async def test_a_holder_out_of_reach_costs_one_update_some_seconds_and_the_next_
         assert seconds[1] < 1.0
 
 
-@virtual
 async def test_a_stream_that_is_no_more_is_not_awaited_from_a_holder_that_never_begins(monkeypatch):
     async with running(monkeypatch, apart(3)) as cluster, cluster.client() as client:
         await client.update_weights(1, tensors(1.0))

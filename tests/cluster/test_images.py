@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from cluster_harness import running
 from prepared_images import placed, prepared
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import Placed, Prompt, RequestRefused, RolloutFailed, SamplingParams
 from seer.common import wire
@@ -69,7 +69,6 @@ class Carried:
         monkeypatch.setattr(Hub, "reply", replies)
 
 
-@virtual
 async def test_tokens_are_equal_whatever_the_schedule_and_each_image_comes_once(monkeypatch):
     found = []
     for engines, policy, chunk in ((1, "seer", 200), (2, "seer", 16), (3, "divided", 7)):
@@ -92,7 +91,6 @@ async def test_tokens_are_equal_whatever_the_schedule_and_each_image_comes_once(
     assert len({tuple(tokens) for tokens in found[0].values()}) == len(found[0]) == 16
 
 
-@virtual
 async def test_a_chunk_that_lacks_an_image_would_give_other_tokens(monkeypatch):
     """What the other tests here rely on: with a buffer that forgets images in later chunks, they fail."""
     async with running(buffer=BufferConfig(chunk_size=16)) as cluster, cluster.client() as client:
@@ -112,7 +110,6 @@ async def test_a_chunk_that_lacks_an_image_would_give_other_tokens(monkeypatch):
     assert image_salt([]) == 0
 
 
-@virtual
 async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
     forged = replace(prepared(1), data=prepared(77).data)
     prompts = [Prompt("a", token_ids=[1, 2], images=[Placed(forged, 0, 1)]), PROMPTS[3]]
@@ -137,7 +134,6 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         assert await rolled(cluster, client) == right, "its trainer has the right one, and sends it again"
 
 
-@virtual
 async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch):
     async def agent(trajectory):
         for turn in range(3):
@@ -178,7 +174,6 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
             assert not any(mask[offset - len(prompt.token_ids) :][:2])
 
 
-@virtual
 async def test_an_image_that_a_tools_answer_has_a_place_for_and_lacks_is_refused():
     async def agent(trajectory):
         await trajectory.generate()
@@ -198,7 +193,6 @@ async def test_an_image_that_a_tools_answer_has_a_place_for_and_lacks_is_refused
         assert found.result == [0, len(found.context) - 2]
 
 
-@virtual
 async def test_a_buffer_that_is_killed_while_images_travel_gets_them_again(tmp_path):
     settings = BufferConfig(chunk_size=16, images=str(tmp_path))
     async with running(2, buffer=settings) as cluster, cluster.client() as client:
@@ -220,7 +214,6 @@ async def test_a_buffer_that_is_killed_while_images_travel_gets_them_again(tmp_p
             assert await task == expected
 
 
-@virtual
 async def test_an_engine_that_is_killed_costs_time_alone():
     async with running(2, buffer=BufferConfig(chunk_size=16)) as cluster, cluster.client() as client:
         right = await rolled(cluster, client)
@@ -232,7 +225,6 @@ async def test_an_engine_that_is_killed_costs_time_alone():
         assert await task == right
 
 
-@virtual
 async def test_images_beyond_what_the_buffer_keeps_fail_their_prompts_by_name():
     half = MAX_IMAGE_BYTES // 4 // 2
     large = [Prompt(f"l{seed}", token_ids=[1, 2], images=[placed(seed, 0, 1, half)]) for seed in (1, 2)]
@@ -250,7 +242,6 @@ async def test_images_beyond_what_the_buffer_keeps_fail_their_prompts_by_name():
         await rolled(cluster, client, large[1:])
 
 
-@virtual
 async def test_images_that_never_come_fail_their_prompts_alone(monkeypatch):
     async with running(1) as cluster, cluster.client() as client:
         monkeypatch.setattr(client._uploads, "add", lambda images: None)
@@ -261,7 +252,6 @@ async def test_images_that_never_come_fail_their_prompts_alone(monkeypatch):
         assert sorted(rollout.failures) == ["a", "b", "c"]
 
 
-@virtual
 async def test_prompts_that_are_cancelled_while_they_wait_leave_nothing(monkeypatch):
     async with running(1) as cluster, cluster.client() as client:
         monkeypatch.setattr(client._uploads, "add", lambda images: None)

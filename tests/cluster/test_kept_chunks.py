@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 from cluster_harness import check_alternatives, check_routes, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
@@ -82,7 +82,6 @@ async def killed(path, *, keep=True, kills=1, between=None):
         return found
 
 
-@virtual
 async def test_a_killed_buffer_makes_few_tokens_again(tmp_path):
     expected = await undisturbed()
     with_log = await killed(tmp_path / "a", kills=2)
@@ -96,7 +95,6 @@ async def test_a_killed_buffer_makes_few_tokens_again(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "garbage", "gone"])
-@virtual
 async def test_a_damaged_log_costs_time_alone(damage, tmp_path):
     expected = await undisturbed()
 

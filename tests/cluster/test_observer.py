@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cluster_harness import PROMPTS, folder, roll, running
 from memory_transport import MemoryTransport
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common import wire
@@ -22,7 +22,6 @@ def observer(cluster):
     return Observer(AT, MemoryTransport(cluster.network), None, LoopClock())
 
 
-@virtual
 async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
     async with running(2) as cluster, cluster.client() as client:
         looking = observer(cluster)
@@ -62,7 +61,6 @@ async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
         looking.close()
 
 
-@virtual
 async def test_what_a_trainer_says_of_its_logprobs_is_told():
     async with running(1) as cluster, cluster.client() as client:
         groups = await (await client.submit(PROMPTS, n=2)).result()
@@ -74,7 +72,6 @@ async def test_what_a_trainer_says_of_its_logprobs_is_told():
         assert (await client.status()).mismatch == found
 
 
-@virtual
 async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier_incarnation(tmp_path):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     settings = BufferConfig(chunk_size=32, log=str(tmp_path), keep_chunks=True)
@@ -108,7 +105,6 @@ async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier
 
 
 @pytest.mark.parametrize("tokens", [30, 100, 200, 400])
-@virtual
 async def test_engines_can_at_least_what_they_did(tokens):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     async with running(2, engine=engines) as cluster, cluster.client() as client:
@@ -121,7 +117,6 @@ async def test_engines_can_at_least_what_they_did(tokens):
             assert 0.5 < ended.efficiency <= 1.0
 
 
-@virtual
 async def test_progress_and_the_estimate_are_of_the_rollout_that_runs():
     async with running(1) as cluster, cluster.client() as client:
         looking = observer(cluster)
@@ -162,7 +157,6 @@ async def test_progress_and_the_estimate_are_of_the_rollout_that_runs():
         looking.close()
 
 
-@virtual
 async def test_tokens_and_a_range_are_told_before_any_chunk_has_ended():
     slow = ReplayConfig(step_seconds=0.05)
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64, replay=slow)
@@ -187,7 +181,6 @@ async def test_tokens_and_a_range_are_told_before_any_chunk_has_ended():
         looking.close()
 
 
-@virtual
 async def test_the_phases_of_an_update_are_timed(tmp_path):
     async with running(2) as cluster, cluster.client() as client:
         await roll(client)
@@ -201,7 +194,6 @@ async def test_the_phases_of_an_update_are_timed(tmp_path):
         assert status.histograms["weight_update_seconds_drain"].total > 0
 
 
-@virtual
 async def test_a_buffer_that_was_away_is_found_again_and_an_old_answer_is_no_new_one():
     async with running(1) as cluster:
         looking = observer(cluster)
@@ -221,7 +213,6 @@ async def test_a_buffer_that_was_away_is_found_again_and_an_old_answer_is_no_new
         looking.close()
 
 
-@virtual
 async def test_many_who_ask_at_once_are_all_answered():
     async with running(1) as cluster:
         observers = [observer(cluster) for _ in range(20)]
@@ -231,7 +222,6 @@ async def test_many_who_ask_at_once_are_all_answered():
             each.close()
 
 
-@virtual
 async def test_a_service_that_is_away_is_left_out_and_nobody_waits_for_it_for_long():
     async with running(1) as cluster:
         looking, loop = observer(cluster), asyncio.get_running_loop()

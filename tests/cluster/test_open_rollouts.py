@@ -7,7 +7,7 @@ import pytest
 from cluster_harness import VOCAB, check_alternatives, check_routes, check_tops, folder, running
 from invariants import check
 from msgspec import structs
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig
@@ -46,7 +46,6 @@ async def tokens_of(prompts) -> Tokens:
     return found
 
 
-@virtual
 async def test_single_requests_halves_and_late_siblings_are_the_groups_responses():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await submitted(client)
@@ -64,7 +63,6 @@ async def test_single_requests_halves_and_late_siblings_are_the_groups_responses
         check(cluster.services["buffer"].machine)
 
 
-@virtual
 async def test_halves_from_two_trainers_are_one_group_and_never_repeat_noise():
     async with running(engines=2) as cluster, cluster.client() as one, cluster.client() as other:
         halves = {
@@ -77,7 +75,6 @@ async def test_halves_from_two_trainers_are_one_group_and_never_repeat_noise():
         assert len({tuple(tokens) for tokens in found.values()}) == N
 
 
-@virtual
 async def test_prompts_of_one_group_share_drafts_and_estimates_without_a_change():
     async with running(engines=2, buffer=BufferConfig(chunk_size=8)) as cluster, cluster.client() as client:
         rollout = client.open_rollout()
@@ -96,7 +93,6 @@ async def test_prompts_of_one_group_share_drafts_and_estimates_without_a_change(
         assert not machine._sharing
 
 
-@virtual
 async def test_an_open_rollout_goes_on_under_new_weights_and_a_pinned_prompt_does_not(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         rollout = client.open_rollout()
@@ -113,7 +109,6 @@ async def test_an_open_rollout_goes_on_under_new_weights_and_a_pinned_prompt_doe
         assert (await early.result()).weight_version == 2
 
 
-@virtual
 async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
     config = BufferConfig(chunk_size=8)
     async with running(engines=2, buffer=config) as cluster, cluster.client() as client:
@@ -144,7 +139,6 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
             check_alternatives(await prompt.result(), 2, 0)
 
 
-@virtual
 async def test_nothing_is_streamed_to_who_did_not_ask():
     async with running(buffer=BufferConfig(chunk_size=8)) as cluster, cluster.client() as client:
         prompt = asked(client.open_rollout(), "p5", n=N)
@@ -152,7 +146,6 @@ async def test_nothing_is_streamed_to_who_did_not_ask():
         assert len(lengths) == N  # each whole, with its group
 
 
-@virtual
 async def test_another_place_or_parameter_under_an_id_in_use_is_refused_and_harms_nobody():
     async with running() as cluster, cluster.client() as client, cluster.client() as other:
         expected = await submitted(client)

@@ -7,7 +7,7 @@ import contextvars
 import pytest
 from cluster_harness import PROMPTS, folder, running
 from memory_transport import MemoryTransport
-from virtual_time import PROCESS, eventually, virtual
+from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import BufferLost, DeadlineExceeded, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
@@ -46,7 +46,6 @@ def joins(cluster):
     return seen
 
 
-@virtual
 @pytest.mark.parametrize("seconds", [5.0, 15.0, 45.0, 90.0, 1000.0])
 async def test_a_buffer_that_stood_still_loses_no_engine_and_no_prompt(seconds):
     expected = await undisturbed()
@@ -60,7 +59,6 @@ async def test_a_buffer_that_stood_still_loses_no_engine_and_no_prompt(seconds):
         assert cluster.services["buffer"].machine.counters["lost"] == 0
 
 
-@virtual
 @pytest.mark.parametrize("seconds", [25.0, 45.0, 90.0])
 async def test_an_engine_that_stood_still_registers_once_and_costs_no_attempt(seconds, monkeypatch):
     expected = await undisturbed()
@@ -96,7 +94,6 @@ async def attach(cluster, stack, name="t"):
     return client, kill
 
 
-@virtual
 @pytest.mark.parametrize("pause", [0.0, 3.0])
 @pytest.mark.parametrize("update", [False, True])
 async def test_a_trainer_that_comes_back_gets_what_it_asked_for(tmp_path, pause, update):
@@ -123,7 +120,6 @@ async def test_a_trainer_that_comes_back_gets_what_it_asked_for(tmp_path, pause,
         assert done > 0
 
 
-@virtual
 async def test_an_id_that_is_used_again_gives_the_tokens_of_its_own_seed():
     expected = await undisturbed(seed=1)
     async with running(engine=SLOW) as cluster, cluster.client() as client:
@@ -136,7 +132,6 @@ async def test_an_id_that_is_used_again_gives_the_tokens_of_its_own_seed():
         assert tokens(await rollout.result()) == expected
 
 
-@virtual
 async def test_a_drain_finishes_what_was_begun_through_a_blip_and_its_successor_does_the_rest(tmp_path):
     expected = await undisturbed()
     async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:
@@ -167,7 +162,6 @@ async def test_a_drain_finishes_what_was_begun_through_a_blip_and_its_successor_
             assert tokens(groups) == await undisturbed(number, tmp_path / "w3")
 
 
-@virtual
 async def test_who_has_a_deadline_waits_that_long_for_the_successor_of_a_buffer_that_drained():
     async with running(engine=SLOW) as cluster, cluster.client(silence_seconds=30.0) as client:
         first = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
@@ -191,7 +185,6 @@ async def test_who_has_a_deadline_waits_that_long_for_the_successor_of_a_buffer_
         assert not (await client.status()).draining
 
 
-@virtual
 async def test_a_rollout_never_mixes_weights(tmp_path):
     """A trainer is killed, another one updates, the first comes back for the rest without naming a version."""
     async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:

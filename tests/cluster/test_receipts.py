@@ -5,7 +5,7 @@ import json
 
 import pytest
 from cluster_harness import folder, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
@@ -44,7 +44,6 @@ async def collect(client, **options):
     return rollout.rollout_number, await rollout.result()
 
 
-@virtual
 async def test_each_response_has_a_receipt_also_when_engine_and_buffer_were_killed(tmp_path):
     log = tmp_path / "log"
     settings = BufferConfig(chunk_size=16, policy="migrate", log=str(log), keep_chunks=True)
@@ -76,7 +75,6 @@ async def test_each_response_has_a_receipt_also_when_engine_and_buffer_were_kill
     assert len(files) == 2  # of both incarnations of the buffer
 
 
-@virtual
 async def test_a_streamed_response_has_a_record_for_each_chunk_alone():
     settings = BufferConfig(chunk_size=8)
     async with running(engines=2, engine=SLOW, buffer=settings) as cluster, cluster.client() as client:
@@ -93,7 +91,6 @@ async def test_a_streamed_response_has_a_record_for_each_chunk_alone():
         assert (response.receipt.group, response.receipt.index) == ("g", 7 + response.index)
 
 
-@virtual
 async def test_the_turns_of_a_trajectory_have_receipts_with_the_whole_context():
     async def agent(trajectory):
         await trajectory.generate(max_tokens=20)
@@ -115,7 +112,6 @@ async def test_the_turns_of_a_trajectory_have_receipts_with_the_whole_context():
 
 
 @pytest.mark.parametrize("asked", [True, False])
-@virtual
 async def test_records_are_counted_in_the_buffers_memory_and_cost_nothing_unless_asked_for(asked):
     sampling = SAMPLING if asked else SamplingParams(max_tokens=300)
     settings = BufferConfig(chunk_size=16)

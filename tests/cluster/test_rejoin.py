@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cluster_harness import running
 from memory_transport import MemoryTransport
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import ids, wire
 from seer.common.clock import LoopClock
@@ -13,7 +13,6 @@ from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
 
 
-@virtual
 async def test_an_incarnation_that_has_not_registered_yet_is_not_given_up_for_an_earlier_one():
     async with running(engines=1) as cluster:
         await asyncio.sleep(1)

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import msgspec
 import pytest
 from cluster_harness import PROMPTS, folder, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
@@ -32,7 +32,6 @@ async def submit(client, rollout_id, number=0):
     return await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, rollout_id=rollout_id)
 
 
-@virtual
 async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_own(tmp_path):
     async with running(engines=2, buffer=settings(tmp_path)) as cluster, cluster.client() as client:
         rollout = await submit(client, "<r&1>")
@@ -65,7 +64,6 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
     check_trace(tmp_path, view)
 
 
-@virtual
 async def test_what_is_possible_is_what_the_buffer_tells_and_lost_chunks_are_part_of_the_rest(tmp_path):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     prompts = [[1, number] for number in range(1, 65)]
@@ -93,7 +91,6 @@ async def test_what_is_possible_is_what_the_buffer_tells_and_lost_chunks_are_par
         assert Part.OVERHEAD.meaning in (tmp_path / "r.html").read_text()
 
 
-@virtual
 async def test_tokens_of_streams_are_counted_once_whatever_dies(tmp_path, monkeypatch):
     """Segments are short: most begin in the midst of streamed chunks."""
     monkeypatch.setattr(writer.Folder, "limit", 4000)
@@ -180,7 +177,6 @@ def check_trace(tmp_path, view):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@virtual
 async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monkeypatch, keep):
     loop = asyncio.get_running_loop()
     clock = types.SimpleNamespace(time=lambda: 1e9 + loop.time())  # virtual, as all other times here
@@ -227,7 +223,6 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
     assert "buffer lost; chunks lost:" in page_of(tmp_path, "r1")
 
 
-@virtual
 async def test_trajectories_have_a_line_each_whatever_turns_were_taken_again(tmp_path):
     async def agent(trajectory):
         for _ in range(3):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from cluster_harness import running
 from invariants import check
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
@@ -35,7 +35,6 @@ async def tokens_under(policy, **settings):
         return await tokens_of(cluster, **settings)
 
 
-@virtual
 async def test_the_same_tokens_whatever_the_schedule():
     expected = await tokens_under("static")
     lengths = {len(tokens) for tokens in expected.values()}
@@ -58,7 +57,6 @@ async def test_the_same_tokens_whatever_the_schedule():
             assert (preempted > 0) == (static and "engine" in settings)
 
 
-@virtual
 async def test_another_seed_or_rollout_number_gives_other_tokens():
     async with running() as cluster:
         runs = [
@@ -69,7 +67,6 @@ async def test_another_seed_or_rollout_number_gives_other_tokens():
     assert runs[0] != runs[1] != runs[2] != runs[0]
 
 
-@virtual
 async def test_cancel_frees_everything():
     async with running() as cluster, cluster.client() as client:
         rollout = await client.submit(PROMPTS, n=4, sampling=SamplingParams(max_tokens=2000))
@@ -82,7 +79,6 @@ async def test_cancel_frees_everything():
         check(machine)
 
 
-@virtual
 async def test_a_policy_gets_spreads_where_it_asks_for_the_posterior(monkeypatch):
     ordered = []
 
@@ -104,7 +100,6 @@ async def test_a_policy_gets_spreads_where_it_asks_for_the_posterior(monkeypatch
     assert tokens == await tokens_under("static", n=8, max_tokens=2000)
 
 
-@virtual
 async def test_a_draining_buffer_finishes_its_work_but_waits_for_no_dead_trainer():
     async with running() as cluster:
         sampling = SamplingParams(max_tokens=100)

@@ -3,7 +3,7 @@
 import pytest
 from cluster_harness import running
 from msgspec.structs import replace
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
@@ -25,7 +25,6 @@ async def run(folder, policy, engines, chunk_size):
     return read_run(folder, "")
 
 
-@virtual
 async def test_other_policies_more_engines_and_shorter_chunks_end_when_the_simulation_says(tmp_path):
     seer = await run(tmp_path / "seer", "seer", 2, 64)
     model = seer.load.model

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import InvalidField, SeerError, WeightsRefused
 from seer.common import wire
@@ -21,7 +21,6 @@ def sleepers(cluster):
     return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.sleeping}
 
 
-@virtual
 async def test_what_runs_is_finished_and_what_comes_waits():
     async with running(engines=2, engine=SLOW) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -48,7 +47,6 @@ async def cut_off_while_others_wake(cluster, client):
     assert sleepers(cluster) == {"e0"}
 
 
-@virtual
 async def test_a_sleeper_that_a_new_buffer_hears_first_puts_nobody_to_sleep():
     async with running(engines=2) as cluster, cluster.client() as client, cluster.client() as other:
         expected = await roll(other)
@@ -64,7 +62,6 @@ async def test_a_sleeper_that_a_new_buffer_hears_first_puts_nobody_to_sleep():
         assert not sleepers(cluster)
 
 
-@virtual
 async def test_a_trainer_tells_a_new_buffer_that_engines_are_to_be_awake():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -77,7 +74,6 @@ async def test_a_trainer_tells_a_new_buffer_that_engines_are_to_be_awake():
         assert not sleepers(cluster)
 
 
-@virtual
 async def test_a_trainer_that_updates_tells_a_new_buffer_that_engines_are_to_be_awake(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         await cut_off_while_others_wake(cluster, client)
@@ -94,7 +90,6 @@ async def test_a_trainer_that_updates_tells_a_new_buffer_that_engines_are_to_be_
         assert not sleepers(cluster)
 
 
-@virtual
 async def test_a_trainer_says_its_wish_again_while_another_updates(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client:
         buffer = cluster.services["buffer"]
@@ -110,7 +105,6 @@ async def test_a_trainer_says_its_wish_again_while_another_updates(tmp_path):
             assert not sleepers(cluster)
 
 
-@virtual
 async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -130,7 +124,6 @@ async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
             assert await roll(later) == expected
 
 
-@virtual
 async def test_an_engine_that_cannot_take_its_memory_again_is_lost_alone():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -161,7 +154,6 @@ def states(cluster):
     return {(each.sleeping, each.live.version, each._driver._backend._has_weights) for each in found.values()}
 
 
-@virtual
 async def test_weights_are_updated_while_the_kv_cache_sleeps(tmp_path):
     async with of_model(tmp_path) as (cluster, client):
         await client.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -188,7 +180,6 @@ async def test_weights_are_updated_while_the_kv_cache_sleeps(tmp_path):
         assert version == 3
 
 
-@virtual
 @pytest.mark.parametrize("updated", [False, True], ids=["started with", "updated to"])
 async def test_engines_that_no_update_gave_weights_load_the_live_ones_again(tmp_path, updated):
     async with of_model(tmp_path) as (cluster, client):
@@ -208,7 +199,6 @@ async def test_engines_that_no_update_gave_weights_load_the_live_ones_again(tmp_
         assert await roll(client) == expected
 
 
-@virtual
 async def test_work_waits_while_weights_are_loaded_again_and_no_longer(tmp_path):
     impatient = BufferConfig(chunk_size=32, engine_wait_seconds=5)
     async with of_model(tmp_path, buffer=impatient) as (cluster, client):
@@ -232,7 +222,6 @@ def slow_loads(driver, seconds):
     driver.load_weights = slow
 
 
-@virtual
 @pytest.mark.parametrize("woken", [None, "weights", "update", "all"])
 async def test_a_buffer_killed_while_weights_are_dropped_learns_what_they_were(tmp_path, woken):
     async with of_model(tmp_path) as (cluster, client):
@@ -263,7 +252,6 @@ async def test_a_buffer_killed_while_weights_are_dropped_learns_what_they_were(t
         assert (tokens, found) == (expected[0], version)
 
 
-@virtual
 async def test_two_trainers_ask_for_different_sleep(tmp_path):
     async with of_model(tmp_path) as (cluster, client), cluster.client() as other:
         expected = await roll(client)
@@ -296,7 +284,6 @@ async def test_two_trainers_ask_for_different_sleep(tmp_path):
         assert (await roll(client))[0] != expected[0]
 
 
-@virtual
 async def test_bad_levels_and_tags_are_refused_by_name():
     async with running(engines=1) as cluster, cluster.client() as client:
         for level in (0, 3, "2"):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from cluster_harness import running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import InvalidField, Prompt, RequestRefused, SamplingParams
 from seer.integrations.submissions import Keys, Place, Submission, generate, submissions
@@ -24,7 +24,6 @@ def test_equal_prompts_in_a_row_are_one_submission():
     ]  # fmt: skip
 
 
-@virtual
 async def test_responses_are_those_of_whole_groups_in_the_order_of_the_samples():
     async with running() as cluster, cluster.client() as client:
         whole = await client.submit(
@@ -39,7 +38,6 @@ async def test_responses_are_those_of_whole_groups_in_the_order_of_the_samples()
         assert [each.token_ids.tolist() for each in got] == [expected[i] for i in order]
 
 
-@virtual
 async def test_a_failure_is_raised_and_nothing_goes_on():
     async with running() as cluster, cluster.client() as client:
         rollout = client.open_rollout()

@@ -8,7 +8,7 @@ import pytest
 from cluster_harness import folder, running
 from invariants import check
 from memory_transport import MemoryTransport
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
@@ -75,7 +75,6 @@ def away(cluster):
     return cluster.services["buffer"].machine.registry.trajectories.away
 
 
-@virtual
 async def test_turns_are_the_responses_to_the_whole_context():
     expected = await resent()
     assert len({tuple(tokens) for tokens, _, _ in expected.values()}) == len(expected)
@@ -89,7 +88,6 @@ async def test_turns_are_the_responses_to_the_whole_context():
         check(cluster.services["buffer"].machine)
 
 
-@virtual
 @pytest.mark.parametrize("name", ["buffer", "e0", "context", "dgds"])
 async def test_whoever_is_killed_while_trajectories_are_away(name):
     expected = await resent()
@@ -111,7 +109,6 @@ async def test_whoever_is_killed_while_trajectories_are_away(name):
         await eventually(lambda: cluster.services["buffer"].machine.idle)
 
 
-@virtual
 async def test_an_update_waits_for_those_that_are_away_and_opens_only_their_turns(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client, cluster.client() as other:
         went = asyncio.Event()
@@ -137,7 +134,6 @@ async def test_an_update_waits_for_those_that_are_away_and_opens_only_their_turn
         assert (await late.result())[0].weight_version == 1
 
 
-@virtual
 async def test_sleep_waits_for_those_that_are_away_and_no_longer_than_idle_seconds():
     async with running(engines=1) as cluster, cluster.client() as client, cluster.client() as other:
 
@@ -161,7 +157,6 @@ async def test_sleep_waits_for_those_that_are_away_and_no_longer_than_idle_secon
         assert not any(isinstance(e, TrajectoryFailed) for g in await rolling for e in g.trajectories)
 
 
-@virtual
 async def test_a_trainer_that_was_killed_is_awaited_no_longer_than_idle_seconds(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as other:
         transport = MemoryTransport(cluster.network)
@@ -174,7 +169,6 @@ async def test_a_trainer_that_was_killed_is_awaited_no_longer_than_idle_seconds(
         assert cluster.services["buffer"].machine.idle
 
 
-@virtual
 async def test_an_update_awaits_nothing_that_an_earlier_incarnation_of_its_trainer_left(tmp_path):
     async with running(engines=1) as cluster:
         transport = MemoryTransport(cluster.network)
@@ -191,7 +185,6 @@ async def test_an_update_awaits_nothing_that_an_earlier_incarnation_of_its_train
             assert 15.0 < asyncio.get_running_loop().time() < 30.0
 
 
-@virtual
 async def test_a_trainer_that_left_is_awaited_no_longer(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as other:
         async with cluster.client() as client:
@@ -207,7 +200,6 @@ async def one_turn(client):
     await sessions.generate("s", np.array([1, 2], np.int32), SAMPLING, group="g")
 
 
-@virtual
 async def test_an_incarnation_that_takes_all_turns_again_ends_what_the_one_before_had_begun():
     expected = await resent()
     async with running(engines=1) as cluster:
@@ -234,7 +226,6 @@ async def test_an_incarnation_that_takes_all_turns_again_ends_what_the_one_befor
             await asyncio.sleep(1.0)
 
 
-@virtual
 async def test_who_stays_away_too_long_delays_no_update_and_fails_by_name(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client, cluster.client() as other:
 
@@ -255,7 +246,6 @@ async def test_who_stays_away_too_long_delays_no_update_and_fails_by_name(tmp_pa
             assert {each.index for each in others} == {1, 2, 3}
 
 
-@virtual
 async def test_aborted_ones_fail_by_name(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client, cluster.client() as other:
 
@@ -272,7 +262,6 @@ async def test_aborted_ones_fail_by_name(tmp_path):
         assert all("weight version 0 is past" in str(each) for each in failed)
 
 
-@virtual
 async def test_a_trainer_that_is_started_again_asks_no_environment_twice(tmp_path):
     expected = await resent()
     calls = []
@@ -312,7 +301,6 @@ async def test_a_trainer_that_is_started_again_asks_no_environment_twice(tmp_pat
         assert len(calls) == 36
 
 
-@virtual
 async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
     expected = await resent()
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -353,7 +341,6 @@ async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
         await eventually(lambda: len(away(cluster)) == 1)
 
 
-@virtual
 async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
     async with (
         running(buffer=BufferConfig(chunk_size=32, max_requests=12)) as cluster,
@@ -373,7 +360,6 @@ async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
             assert not any(isinstance(each, TrajectoryFailed) for each in group.trajectories)
 
 
-@virtual
 async def test_a_draining_buffer_finishes_trajectories():
     async with running() as cluster, cluster.client() as client:
 
@@ -390,7 +376,6 @@ async def test_a_draining_buffer_finishes_trajectories():
         await eventually(lambda: cluster.services["buffer"].conductor.drained.is_set())
 
 
-@virtual
 async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_nothing(tmp_path):
     """Turns of a session, from two clients as from two gateways: the buffer finds which goes on from which."""
     async with running(engines=3) as cluster, cluster.client() as client, cluster.client() as other:

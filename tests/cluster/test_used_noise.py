@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, running
-from virtual_time import virtual
+from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import Prompt, SamplingParams
 from seer.client.dynamic import DynamicSampling
@@ -131,7 +131,6 @@ def test_steps_differ_and_one_that_is_run_again_after_a_restart_does_not(door, k
 
 
 @pytest.mark.parametrize("door", [*DOORS[:2], *DOORS[6:]], ids=lambda door: door.__name__)
-@virtual
 async def test_a_buffer_that_is_killed_changes_no_key(door, keys):
     async with running(engines=1) as cluster, cluster.client() as client:
         await door(client, 0)

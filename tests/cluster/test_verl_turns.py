@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cluster_harness import folder, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import DeadlineExceeded, Prompt, SamplingParams
 from seer.integrations.verl.groups import FIRST, SEGMENT, TURN, GroupKey, Request, prompt_id
@@ -41,7 +41,6 @@ async def loop(turns, index, asks=3, *, seconds=0.0, rewrites=False, version=0, 
     return kinds, found
 
 
-@virtual
 async def test_first_turns_are_a_whole_group_and_later_ones_its_responses_that_go_on():
     async with running(engines=2) as cluster, cluster.client() as client, cluster.client() as other:
         prompt = Prompt(prompt_id(KEY, TOKENS), token_ids=TOKENS)
@@ -65,7 +64,6 @@ async def test_first_turns_are_a_whole_group_and_later_ones_its_responses_that_g
         await eventually(lambda: not away(cluster))
 
 
-@virtual
 async def test_a_rewritten_history_is_a_segment_whose_tokens_are_the_same_each_time():
     async with running(engines=2) as cluster, cluster.client() as client:
         kinds, found = await loop(turns_of(client), 0, rewrites=True)
@@ -77,7 +75,6 @@ async def test_a_rewritten_history_is_a_segment_whose_tokens_are_the_same_each_t
         await eventually(lambda: not away(cluster))
 
 
-@virtual
 async def test_a_session_may_ask_for_the_same_twice_at_once():
     async with running() as cluster, cluster.client() as client:
         turns, session, request = turns_of(client), Session(KEY, 0), Request(TOKENS, SAMPLING)
@@ -87,7 +84,6 @@ async def test_a_session_may_ask_for_the_same_twice_at_once():
         await eventually(lambda: not away(cluster))
 
 
-@virtual
 async def test_a_turn_that_takes_too_long_fails_and_leaves_nothing():
     async with running(engines=0) as cluster, cluster.client() as client:
         session = Session(KEY, 1)
@@ -96,7 +92,6 @@ async def test_a_turn_that_takes_too_long_fails_and_leaves_nothing():
         await eventually(lambda: not cluster.services["buffer"].machine.groups)
 
 
-@virtual
 async def test_new_weights_wait_for_no_session_that_has_ended(tmp_path):
     async with running() as cluster, cluster.client() as client:
         turns = turns_of(client)

@@ -8,7 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import WeightsRefused
 from seer.common import wire
@@ -52,7 +52,6 @@ def copying(cluster):
     return [cluster.services[name]._updater.fetcher._copy is not None for name in ("e0", "e1")]
 
 
-@virtual
 async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
     async with running(engines=2) as cluster, cluster.client() as client:
 
@@ -68,7 +67,6 @@ async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
         assert not copies()
 
 
-@virtual
 async def test_a_trainer_that_stops_or_asks_anew_leaves_nothing(tmp_path, copies):
     async with running(engines=2) as cluster, cluster.client() as client:
         stall(cluster)
@@ -83,7 +81,6 @@ async def test_a_trainer_that_stops_or_asks_anew_leaves_nothing(tmp_path, copies
         assert not copies()
 
 
-@virtual
 @pytest.mark.parametrize("end", ["the buffer is killed", "the engine is killed", "the engine drains"])
 async def test_whoever_ends_while_it_copies_leaves_nothing(copies, end):
     async with running(engines=2) as cluster, cluster.client(deltas=False) as client:
@@ -104,7 +101,6 @@ async def test_whoever_ends_while_it_copies_leaves_nothing(copies, end):
         assert not copies()
 
 
-@virtual
 @pytest.mark.parametrize("full", ["at a part", "from the start"])
 async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full):
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -131,7 +127,6 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
         assert (await client.update_weights(1, SMALL)).version == 1
 
 
-@virtual
 async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
     asked = []
 
@@ -150,6 +145,7 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
     stage.arrived(wire.SpoolState(name="v1", size=4, have=4))  # nobody waits for it any more
 
 
+@pytest.mark.real_time
 async def test_a_place_in_memory_of_another_size_is_not_read():
     stage = fetcher.WeightFetcher(None)
     stage.model_bytes = 100
@@ -158,7 +154,6 @@ async def test_a_place_in_memory_of_another_size_is_not_read():
         await stage.folder(f"mooncake:{memory}")
 
 
-@virtual
 async def test_folders_lie_beneath_the_root(tmp_path):
     root = tmp_path / "root"
     root.mkdir()

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from cluster_harness import roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import InvalidField, SentWeights, WeightsRefused, sent_weights
 from seer.client.tensor_stream import TensorStream
@@ -70,7 +70,6 @@ def counting(cluster):
     return counts
 
 
-@virtual
 async def test_fifty_deltas_give_the_weights_and_tokens_of_one_whole_stream(machines):
     tensors = first()
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -91,7 +90,6 @@ async def test_fifty_deltas_give_the_weights_and_tokens_of_one_whole_stream(mach
         assert await roll(client) == tokens
 
 
-@virtual
 async def test_a_lost_base_brings_the_whole_stream(machines):
     tensors = first()
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -107,7 +105,6 @@ async def test_a_lost_base_brings_the_whole_stream(machines):
         assert counts["in"] < FEW * TensorStream(tensors).size
 
 
-@virtual
 async def test_a_buffer_that_ends_amid_a_delta_finds_its_base_again(tmp_path, machines):
     tensors, settings = first(), BufferConfig(chunk_size=32, spool=str(tmp_path / "spool"))
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
@@ -131,7 +128,6 @@ async def test_a_buffer_that_ends_amid_a_delta_finds_its_base_again(tmp_path, ma
         assert await roll(client) == expected
 
 
-@virtual
 async def test_an_engine_that_comes_later_or_anew_gets_the_whole(machines):
     tensors = first()
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -150,7 +146,6 @@ async def test_an_engine_that_comes_later_or_anew_gets_the_whole(machines):
         assert counts["out"] < 3 * FEW * TensorStream(tensors).size
 
 
-@virtual
 @pytest.mark.parametrize("where", ["in the spool", "on an engine's disk"])
 async def test_a_flipped_bit_of_the_base_is_noticed_and_healed(monkeypatch, where):
     if "engine" in where:
@@ -181,7 +176,6 @@ def flip(file):
     file.write_bytes(data)
 
 
-@virtual
 async def test_a_bit_that_flips_on_the_way_is_sent_again(machines):
     tensors = first()
     async with running(engines=1) as cluster, cluster.client() as client:
@@ -201,7 +195,6 @@ async def test_a_bit_that_flips_on_the_way_is_sent_again(machines):
         assert flipped
 
 
-@virtual
 @pytest.mark.parametrize(
     "fault", ["another base", "a damaged part", "a disk that fails", "a delta without room"]
 )
@@ -248,7 +241,6 @@ def break_next(monkeypatch, cluster, fault):
         folder_.begin = begun
 
 
-@virtual
 @pytest.mark.parametrize("fault", ["apply fails", "no room"])
 async def test_an_engine_that_cannot_apply_a_delta_fetches_the_whole(monkeypatch, elsewhere, fault):
     tensors = first()
@@ -280,7 +272,6 @@ def break_engines(monkeypatch, fault):
     monkeypatch.setattr(Copy, "begin", begun)
 
 
-@virtual
 async def test_another_trainer_in_between(machines):
     tensors = first()
     async with running(engines=2) as cluster, cluster.client() as client, cluster.client() as other:
@@ -295,7 +286,6 @@ async def test_another_trainer_in_between(machines):
         assert counts["in"] < FEW * TensorStream(tensors).size
 
 
-@virtual
 async def test_a_later_client_goes_on_from_what_an_earlier_one_sent():
     tensors, kept = first(), SentWeights()
     async with running(engines=1) as cluster:
@@ -306,7 +296,6 @@ async def test_a_later_client_goes_on_from_what_an_earlier_one_sent():
                 assert (kept.last.sent < FEW * kept.last.of) is (step > 1)
 
 
-@virtual
 async def test_a_base_that_the_trainer_names(machines, capsys):
     rng = np.random.default_rng(1)
     tensors = first()
@@ -335,7 +324,6 @@ async def test_a_base_that_the_trainer_names(machines, capsys):
             await client.update_weights(7, "/folder", base=6)
 
 
-@virtual
 async def test_a_refused_update_leaves_the_base(machines):
     tensors = first()
     async with running(engines=1) as cluster, cluster.client() as client:
@@ -348,7 +336,6 @@ async def test_a_refused_update_leaves_the_base(machines):
         assert counts["in"] < 2 * FEW * TensorStream(tensors).size
 
 
-@virtual
 async def test_a_trainer_that_dies_amid_a_delta_changes_nothing(machines):
     tensors = first()
     async with running(engines=2) as cluster:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
@@ -29,7 +29,6 @@ def machines(request, monkeypatch):
     return request.param
 
 
-@virtual
 async def test_a_stream_is_as_good_as_a_folder(tmp_path, machines):
     async with running(engines=2) as cluster, cluster.client() as client:
         live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -44,7 +43,6 @@ async def test_a_stream_is_as_good_as_a_folder(tmp_path, machines):
         assert all(cluster.services[name]._updater.fetcher._copy is None for name in ("e0", "e1"))
 
 
-@virtual
 async def test_an_engine_that_joins_after_the_trainer_went_on_loads_the_stream(machines):
     async with running(engines=1) as cluster, cluster.client() as client:
         array = tensors(1.0)
@@ -59,7 +57,6 @@ async def test_an_engine_that_joins_after_the_trainer_went_on_loads_the_stream(m
         assert await roll(client) == expected
 
 
-@virtual
 async def test_what_is_not_needed_any_more_is_deleted():
     async with running(engines=1) as cluster, cluster.client() as client:
         spool = cluster.services["buffer"]._spool
@@ -73,7 +70,6 @@ async def test_what_is_not_needed_any_more_is_deleted():
         assert len(files) == 2  # written over in turns
 
 
-@virtual
 async def test_damage_is_sent_again(monkeypatch, machines):
     monkeypatch.setattr(Copy, "write", _damaging(Copy.write))
     sent = []
@@ -121,7 +117,6 @@ def _cut_after(parts, cluster):
     return spool
 
 
-@virtual
 async def test_a_stream_survives_its_buffer(tmp_path):
     settings = BufferConfig(chunk_size=32, spool=str(tmp_path / "spool"))
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
@@ -144,7 +139,6 @@ async def test_a_stream_survives_its_buffer(tmp_path):
         assert await roll(client) == expected
 
 
-@virtual
 async def test_a_trainer_that_dies_while_it_sends_changes_nothing():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
@@ -160,7 +154,6 @@ async def test_a_trainer_that_dies_while_it_sends_changes_nothing():
         assert not server._spool._streams
 
 
-@virtual
 async def test_a_trainer_that_comes_back_may_ask_for_what_is_live():
     async with running(engines=1) as cluster:
         async with cluster.client() as client:
@@ -171,7 +164,6 @@ async def test_a_trainer_that_comes_back_may_ask_for_what_is_live():
                 await client.update_weights(5, tensors(2.0))
 
 
-@virtual
 async def test_a_stream_that_does_not_fit_is_refused(monkeypatch):
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import RequestRefused, RolloutCancelled, WeightsRefused
 from seer.common.config import EngineConfig, ReplayConfig
@@ -14,7 +14,6 @@ from seer.common.errors import EngineError
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 
 
-@virtual
 async def test_every_rollout_has_the_weights_its_trainer_set(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         before, (version, _) = await roll(client)
@@ -31,7 +30,6 @@ async def test_every_rollout_has_the_weights_its_trainer_set(tmp_path):
         assert (await roll(client))[0] == first
 
 
-@virtual
 async def test_what_is_in_flight_keeps_its_version(tmp_path):
     async with running(engines=2, engine=SLOW) as cluster, cluster.client() as one, cluster.client() as two:
         alone, _ = await roll(one)
@@ -49,7 +47,6 @@ async def test_what_is_in_flight_keeps_its_version(tmp_path):
         assert (await roll(one))[1][0] == 1
 
 
-@virtual
 async def test_it_may_be_aborted_or_forbid_the_update(tmp_path):
     async with running(engines=2, engine=SLOW) as cluster, cluster.client() as client:
         work = asyncio.create_task(roll(client))
@@ -64,7 +61,6 @@ async def test_it_may_be_aborted_or_forbid_the_update(tmp_path):
         assert (await roll(client))[1][0] == 1
 
 
-@virtual
 async def test_bad_weights_change_nothing(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         await client.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -82,7 +78,6 @@ async def test_bad_weights_change_nothing(tmp_path):
         assert await roll(client) == expected
 
 
-@virtual
 async def test_weights_that_are_no_numbers_are_refused_by_name_and_the_next_ones_go_in(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         await client.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -100,7 +95,6 @@ async def test_weights_that_are_no_numbers_are_refused_by_name_and_the_next_ones
         assert (await roll(client))[1][0] == 2
 
 
-@virtual
 async def test_models_with_infinities_on_purpose_are_taken_if_that_is_said(tmp_path):
     engine = EngineConfig(backend="replay", finite_weights=False)
     async with running(engines=1, engine=engine) as cluster, cluster.client() as client:
@@ -109,7 +103,6 @@ async def test_models_with_infinities_on_purpose_are_taken_if_that_is_said(tmp_p
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@virtual
 async def test_an_update_waits_for_engines_that_are_started_again(tmp_path, streamed):
     """All of them died, as by weights that nothing can run: the good ones that follow go in all the same."""
     async with running(engines=2) as cluster, cluster.client() as client:
@@ -128,7 +121,6 @@ async def test_an_update_waits_for_engines_that_are_started_again(tmp_path, stre
         assert (await roll(client))[1] == (2, live.digest)
 
 
-@virtual
 async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as one, cluster.client() as two:
         await one.update_weights(1, folder(tmp_path / "one", 1.0))
@@ -141,7 +133,6 @@ async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
         assert (await roll(one))[0] == mine[0]
 
 
-@virtual
 async def test_an_engine_that_cannot_load_gets_no_work_until_it_can(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         server, broken = cluster.services["buffer"], cluster.services["e1"]
@@ -166,7 +157,6 @@ async def _fail(folder, digest, base=None):
     raise EngineError("no memory")
 
 
-@virtual
 async def test_an_engine_killed_while_it_loads_is_not_waited_for(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         loading = asyncio.Event()
@@ -192,7 +182,6 @@ async def test_an_engine_killed_while_it_loads_is_not_waited_for(tmp_path):
         assert expected[1] == (1, live.digest)
 
 
-@virtual
 async def test_an_engine_refuses_a_folder_that_changed_after_it_was_checked_elsewhere(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as client:
         one = folder(tmp_path / "one", 1.0)

@@ -1,4 +1,7 @@
-"""A tiny random model, made anew for each session, and what tests share of the shipped one."""
+"""A tiny random model, made anew for each session, and what tests share of the shipped one.
+
+All tests of this folder have the mark `vllm`, and are collected where the engine extra is.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,18 @@ from shared_engines import MODEL, SharedEngines
 if TYPE_CHECKING:
     from ways import Results
 
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
 TINY_VOCAB = 200
 TINY_EOS = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder, before `-m` chooses among all."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.vllm)
 
 
 def _make_model(folder: Path) -> None:
@@ -62,8 +75,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair() -> Iterator[SharedEngines]:
     """Two engines of the shipped model, for tests that need none of their own; begin with `pair.anew()`."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs the engine extra")
     in_place = "engine.in_place_updates=true", "engine.in_place_seconds=8"
     shared = SharedEngines(MODEL, 2, "engine.max_model_len=400", "engine.kv_blocks=400", *in_place)
     yield shared

@@ -1,6 +1,5 @@
 """The example of agents: the model learns to use the tool, and what it learnt needs the tool's own answers."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "agents"))
 
 from lookup import left_over, lookup, passes
 from train_agents import verdict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents"
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("iterations", [1, pytest.param(6, marks=pytest.mark.breadth)])

@@ -7,7 +7,6 @@ Invariants:
 - when all chunks have ended, no step is under way, and all KV blocks are free.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,15 +17,10 @@ from engine_cases import chunk, clear, engine_of
 from shared_engines import MODEL
 from ways import BLOCKS, CASES, STOP, WAYS, Results, check_rows_fail_alone, in_one_go, prompt
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.sampling.rows import RowParams
-
-pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("drafts", [None, DraftsConfig()])

@@ -8,7 +8,6 @@ Invariants:
 
 import asyncio
 import functools
-import importlib.util
 import os
 import signal
 import time
@@ -17,12 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import numpy as np
+import pytest
 import torch
 from engine_cases import Response, chunk, engine_of, run
 from msgspec import structs
@@ -42,7 +37,7 @@ from seer.services.engine.backend import Chunk
 from seer.services.engine.ranked import RankedBackend
 from seer.services.engine.vllm.data_parallel import ranked_backend
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 LENGTHS = (5, 12, 60, 33, 7)
 """Of responses: in the end one rank has a request, and the other one none."""

@@ -1,6 +1,5 @@
 """Seer's scheduler in a real engine: its steps go the short way, and give what those of vLLM's own give."""
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -8,13 +7,8 @@ from engine_cases import engine_of
 from shared_engines import MODEL
 from ways import BLOCKS, WAYS, in_chunks, in_one_go, with_preemptions, with_turns
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 ENGINES = {
     "plain": ({}, None),

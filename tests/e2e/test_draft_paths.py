@@ -1,6 +1,5 @@
 """Several draft paths per step under the real engine: they change no token, no logprob and no block."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +24,6 @@ from engine_cases import (
     sampling_of,
 )
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
@@ -35,8 +31,6 @@ from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
-
-pytestmark = pytest.mark.vllm
 
 VOCAB = 200
 

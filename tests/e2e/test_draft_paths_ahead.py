@@ -6,7 +6,6 @@ Invariants:
 - a response's KV is its own, whichever path won: what follows on it in the prefix cache is the same.
 """
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,6 @@ from engine_cases import chunk, clear, engine_of, one_go, run
 from shared_engines import MODEL
 from ways import BLOCKS, WAYS, Results, check_rows_fail_alone, prompt, siblings
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import Entries
@@ -30,8 +26,6 @@ from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
-
-pytestmark = pytest.mark.vllm
 
 VOCAB = 60
 SHAPES = [0, 1, 5, 11, *(Entries(each * paths + paths - 1, paths) for paths in (2, 3) for each in (1, 2, 3))]

@@ -1,7 +1,6 @@
 """Drafts under the real engine: right, wrong, random or cut short, they change no token."""
 
 import asyncio
-import importlib.util
 import os
 import random
 import signal
@@ -29,10 +28,6 @@ from engine_cases import (
     sampling_of,
     spoil,
 )
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from shared_engines import MODEL, texts, until_generated
 
 from seer.client import RolloutClient
@@ -42,8 +37,6 @@ from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
-
-pytestmark = pytest.mark.vllm
 
 VOCAB = 200
 KINDS = ("right", "wrong", "random", "truncated")

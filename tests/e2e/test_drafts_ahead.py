@@ -6,7 +6,6 @@ Invariants:
 - drafts that come late, or not at all, cost time alone.
 """
 
-import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -20,16 +19,11 @@ from engine_cases import chunk, clear, engine_of, run
 from shared_engines import MODEL
 from ways import BLOCKS, CASES, WAYS, Results, check_rows_fail_alone, in_chunks, in_one_go, prompt, siblings
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.core import CoreHandle
-
-pytestmark = pytest.mark.vllm
 
 MOST = 5
 

@@ -1,26 +1,19 @@
 """The experts that tokens went to: those of the model's own router, for every token that stands, whatever the schedule."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from draft_plans import script
 from engine_cases import CASES, KEY, PROMPT, Response, chunk, clear, engine_of, run
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
-import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from seer.common.config import DraftsConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 LAYERS, EXPERTS, EACH = 3, 8, 2
 SAMPLING = SamplingParams(max_tokens=60, temperature=1.1, presence_penalty=0.4, ignore_eos=True)

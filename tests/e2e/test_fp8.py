@@ -1,14 +1,9 @@
 """Weights in FP8: what an engine quantizes by itself, and what comes with scales. docs/models.md says what ran."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import torch
 from engine_cases import engine_of, one_go
 from fp8_models import quantize, stand_ins
@@ -24,8 +19,6 @@ from seer.common.vllm_settings import VllmSettings
 from seer.local.system import LocalSystem
 from seer.services.engine.vllm import cpu_fp8
 from seer.services.engine.weights.manifest import differences, read_manifest
-
-pytestmark = pytest.mark.vllm
 
 SAMPLING, PROMPT = SamplingParams(max_tokens=24, ignore_eos=True), list(range(1, 30))
 EXACT = 1e-5

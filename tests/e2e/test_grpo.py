@@ -17,7 +17,7 @@ if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")
 import torch
 from shared_engines import ONE_CORE, SharedEngines
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {"iterations": 3, "prompts": 6, "responses": 6, "held-out": 4, "max-tokens": 128}

@@ -27,7 +27,7 @@ from seer.client.images import locate, prepare, split
 from seer.integrations.images import Once
 from seer.integrations.trl import SeerGRPOTrainer, SeerRLOOTrainer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 G = trl_runs.G
 ROWS = [("a # b", [pil_image(1)]), ("# c #", [pil_image(2, 24, 40), pil_image(3)])]

@@ -33,8 +33,6 @@ from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.images import Images
 from seer.services.engine.vllm.logit_spread import logits_by_ways
 
-pytestmark = pytest.mark.vllm
-
 LENGTH = 40
 SAMPLING = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.2)
 DRAFT = 4

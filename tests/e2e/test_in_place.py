@@ -1,7 +1,6 @@
 """Updates in place of real engines: the tokens of a checked update, and what follows when one fails midway."""
 
 import asyncio
-import importlib.util
 import os
 import signal
 import subprocess
@@ -10,12 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import psutil
+import pytest
 import torch
 from in_place_trainer import BUCKET_BYTES
 from shared_engines import MODEL, SharedEngines, tensors
@@ -26,7 +21,7 @@ from seer.common.weights import broadcast_group
 from seer.common.wire import Status
 from seer.local.system import LocalSystem
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAINER = Path(__file__).parents[1] / "in_place_trainer.py"
 SCALE = 1.02

@@ -1,7 +1,6 @@
 """The KV pool under the real engine: chunks move with their KV, and whatever befalls it changes no token."""
 
 import asyncio
-import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
 from shared_engines import MODEL, SharedEngines, changed_model, texts, until_generated
@@ -20,7 +17,7 @@ from seer.common.pool_metrics import ask_master
 from seer.common.types import InstanceStats
 from seer.local.system import LocalSystem
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS, GROUP, TOKENS = 6, 4, 160
 ROLLOUTS = 16

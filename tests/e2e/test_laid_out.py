@@ -1,15 +1,10 @@
 """Weights that are laid out while others generate: the same model as after vLLM's own load, and no token else."""
 
 import gc
-import importlib.util
 import threading
 from types import FunctionType
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import torch
 from engine_cases import BASE, chunk, engine_of, one_go, run
 from shared_engines import MODEL, changed_model
@@ -18,8 +13,6 @@ from transformers import LlamaForCausalLM
 from vllm.model_executor.model_loader.reload import layerwise
 
 from seer.services.engine.vllm import core, laid_out
-
-pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(1, 30))
 

@@ -18,7 +18,7 @@ from shared_engines import JOIN_SECONDS, MODEL, SharedEngines, texts
 
 from seer.client import LoraAdapter, RolloutClient, SamplingParams, WeightsRefused
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], tuple[int, str]]:

@@ -1,7 +1,6 @@
 """Families of models other than the shipped one, and what vLLM calls the settings that are passed on."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,10 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import torch
 from engine_cases import engine_of, one_go
 from shared_engines import MODEL
@@ -22,8 +17,6 @@ from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
 from seer.local.pool_plan import import_problem
-
-pytestmark = pytest.mark.vllm
 
 CELLS = "chunk-16,preempt,drafts-random" + ("" if import_problem() else ",pool-migrate")
 SCRIPT = Path(__file__).parents[2] / "bench" / "correctness" / "tiny_models.py"

@@ -1,18 +1,13 @@
 """One real engine whose two ranks are on two nodes, network namespaces of this machine, over Gloo."""
 
 import asyncio
-import importlib.util
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import psutil
+import pytest
 from chaos import network
 from node_system import NODES, NodeSystem
 from shared_engines import MODEL, SharedEngines, changed_model, tensors, until_generated
@@ -22,7 +17,7 @@ from seer.client import RolloutClient, SamplingParams, SharedTensors
 if why := network.problem():
     pytest.skip(why, allow_module_level=True)
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
 
 SMALL = ("engine.max_num_seqs=16", "engine.max_model_len=128", "buffer.chunk_size=32")
 ALONE = ("pool.kind=none", "drafts.source=off", "engine.kv_blocks=200")

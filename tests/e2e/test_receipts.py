@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,17 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from forged_receipts import FORGED
 from shared_engines import EXAMPLE, MODEL, changed_model
 
 from seer.common.receipt import sealed
 from seer.verify.recompute import read
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def seer(*words: object) -> subprocess.CompletedProcess[str]:

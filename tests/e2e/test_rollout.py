@@ -12,7 +12,7 @@ import pytest
 from living import alive
 from shared_engines import ONE_CORE, SharedEngines
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 RESPONSES = 4

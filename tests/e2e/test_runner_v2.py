@@ -3,7 +3,6 @@
 Without Triton (`make kernel-test` has it) ours run in both: then a fresh process and the schedule are compared.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,12 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
 from shared_engines import MODEL
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 AHEAD = [pytest.param(how, marks=pytest.mark.breadth) for how in ("ahead", "drafts")]

@@ -1,14 +1,9 @@
 """That tests may share engines: whatever one leaves behind, the next finds them as if new."""
 
 import asyncio
-import importlib.util
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from shared_engines import SharedEngines, changed_model
 
 from seer.client import RolloutClient, SamplingParams
@@ -16,7 +11,7 @@ from seer.common.types import InstanceStats
 from seer.common.wire import Status
 from seer.services.engine.server import STATUS_SECONDS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 PROMPTS = [[10 + i] * 70 for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -10,18 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from gateway_clients.scripted import make_model
 from gateway_system import GatewaySystem, ok, other, refused
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
-import torch
 from tokenizers import pre_tokenizers
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-
-pytestmark = pytest.mark.vllm
 
 ENGINE = ("engine.backend=vllm", "engine.kv_blocks=256", "engine.max_model_len=1024")
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,7 +4,6 @@ That tokens are those of one go however requests are cut, preempted, drafted for
 that run all of `ways.WAYS` assert: some of their requests have a grammar.
 """
 
-import importlib.util
 import json
 import re
 import threading
@@ -16,15 +15,10 @@ from draft_plans import script
 from engine_cases import chunk, clear, engine_of, in_chunks, one_go, run
 from shared_engines import MODEL
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.config import DraftsConfig
 from seer.common.structured_outputs import StructuredOutputs
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 PIECES = {
     token: piece

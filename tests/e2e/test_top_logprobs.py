@@ -1,18 +1,13 @@
 """Alternatives of tokens: those of the model itself, of every token that stands, whatever the schedule."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from draft_plans import script
 from engine_cases import CASES, KEY, PROMPT, Response, chunk, clear, engine_of, run
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
-import torch
 from msgspec import structs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
@@ -20,8 +15,6 @@ from seer.common.beside import PROMPT_LOGPROBS, TOP_LOGPROBS
 from seer.common.config import DraftsConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 PLAIN = SamplingParams(max_tokens=40, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
 ASKING = structs.replace(PLAIN, top_logprobs=5, prompt_logprobs=3)

@@ -23,7 +23,7 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") i
 from seer.client import InvalidField, Prompt, SamplingParams, SyncRolloutClient
 from seer.integrations.trl import SeerGRPOTrainer, SeerRLOOTrainer, SeerRollout
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

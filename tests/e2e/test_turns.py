@@ -8,7 +8,6 @@ Invariants:
 
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -20,8 +19,6 @@ import numpy as np
 import pytest
 from engine_cases import EOS, KEY, Response, chunk
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
 from pool_alone import pool_alone
@@ -32,7 +29,7 @@ from seer.common.config import PoolConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 MODEL = EXAMPLE / "model"

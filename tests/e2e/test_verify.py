@@ -1,7 +1,6 @@
 """`seer verify` on the real engine: clean cells agree, a planted fault is called a bug, rounding is not."""
 
 import asyncio
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,17 +11,12 @@ from shared_engines import EXAMPLE, ONE_CORE
 from verify_runs import check_clean, check_faulty
 from verify_runs import verify as verified
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.local.pool_plan import import_problem
 from seer.verify import cell_run
 from seer.verify.cell_run import Job, Runner
 from seer.verify.cells import CELLS
-
-pytestmark = pytest.mark.vllm
 
 PLANTED = Path(__file__).parents[1] / "planted"
 

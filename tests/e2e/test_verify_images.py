@@ -13,8 +13,6 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvi
 from seer.local.pool_plan import import_problem
 from seer.verify.cells import CELLS, TURN_CELLS
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(
     scope="module",

@@ -1,6 +1,5 @@
 """The vLLM backend: what it samples never depends on how the work was cut, batched or interrupted."""
 
-import importlib.util
 import itertools
 import math
 import subprocess
@@ -34,14 +33,9 @@ from engine_cases import (
     with_stop_string,
 )
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 from seer.common.errors import EngineError, InvalidField, Unsampleable
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,17 @@ Invariants:
 That engines with other settings share no KV stands in tests/unit/test_vllm_settings.py.
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 from engine_cases import engine_of, in_chunks, one_go
 from shared_engines import MODEL
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
-import torch
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
 from seer.services.engine.vllm.backend import VllmBackend
-
-pytestmark = pytest.mark.vllm
 
 LENGTH = 40
 PROMPT = [1, *(5 + 7 * i % 60 for i in range(20))]

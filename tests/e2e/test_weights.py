@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -11,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs the engine extra", allow_module_level=True)
-
 import torch
 from safetensors.torch import load_file, save_file
 from shared_engines import MODEL, ONE_CORE, SharedEngines, changed_model, texts
@@ -23,7 +18,7 @@ from seer.client import MooncakeSource, Prompt, RolloutClient, RolloutFailed, Sa
 from seer.common.config import load
 from seer.local.system import LocalSystem
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WIDTH = 10_000
 """Of the middle of each layer's perceptron: KV stays as small as the shipped model's."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import Publisher
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -156,7 +156,6 @@ async def pass_time(seconds, *engines):
 # --- what engines answer ---------------------------------------------------------------------
 
 
-@virtual
 async def test_tokens_of_other_weights_than_the_live_ones_are_never_taken():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -175,7 +174,6 @@ async def test_tokens_of_other_weights_than_the_live_ones_are_never_taken():
     [([7, 8], [2], 1), ([7, 8], [1], 2), ([7, 8], [3], 3), ([7], [-1, 2], 1)],
     ids=["few logprobs", "many tokens", "few tokens", "less than none"],
 )
-@virtual
 async def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens, counts, logprobs):
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -190,7 +188,6 @@ async def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(t
 
 
 @pytest.mark.parametrize("wrong", [{"counts": [2]}, {"beside": {"experts |u1 2": 4}}])
-@virtual
 async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them(monkeypatch, wrong):
     monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 2)
     async with buffer() as world:
@@ -204,7 +201,6 @@ async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked
 
 
 @pytest.mark.parametrize("kind", ["top_logprobs", "top_logprobs <f4 x", "top_logprobs <f4 -1", "x |u1 3"])
-@virtual
 async def test_what_is_beside_streamed_tokens_and_cannot_be_read_ends_its_engine_alone(kind):
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -221,7 +217,6 @@ async def test_what_is_beside_streamed_tokens_and_cannot_be_read_ends_its_engine
         assert await trainer.done() == {"p": [9]}
 
 
-@virtual
 async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_requests(monkeypatch):
     monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 1)
     async with buffer() as world:
@@ -240,7 +235,6 @@ async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_reques
 # --- engines that come and go ----------------------------------------------------------------
 
 
-@virtual
 async def test_what_an_earlier_incarnation_of_an_engine_says_does_not_count_for_the_later_one():
     async with buffer() as world:
         trainer, old, new = await world.trainer(), await world.engine(), await world.engine(incarnation=2)
@@ -256,7 +250,6 @@ async def test_what_an_earlier_incarnation_of_an_engine_says_does_not_count_for_
         assert await trainer.done() == {"p": [8]}
 
 
-@virtual
 async def test_that_an_earlier_incarnation_of_an_engine_is_gone_does_not_end_the_later_one():
     async with buffer(queue=8) as world:
         trainer = await world.trainer()
@@ -273,7 +266,6 @@ async def test_that_an_earlier_incarnation_of_an_engine_is_gone_does_not_end_the
         assert await trainer.done() == {"p": [7]}
 
 
-@virtual
 async def test_an_engine_that_registers_again_has_not_been_restarted():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -284,7 +276,6 @@ async def test_an_engine_that_registers_again_has_not_been_restarted():
         assert [engine.restarts for engine in (await trainer.status()).instances] == [1]
 
 
-@virtual
 async def test_an_engine_that_is_gone_is_noticed_though_nothing_is_to_be_sent_to_it():
     async with buffer() as world:
         trainer, gone = await world.trainer(), await world.engine("gone")
@@ -294,7 +285,6 @@ async def test_an_engine_that_is_gone_is_noticed_though_nothing_is_to_be_sent_to
         assert await trainer.engines() == ["here"]
 
 
-@virtual
 async def test_whatever_an_engine_says_is_a_sign_of_life():
     async with buffer() as world:
         trainer, engines = await world.trainer(), [await world.engine(name) for name in ("a", "b", "c")]
@@ -319,7 +309,6 @@ def leave(engine):
 
 
 @pytest.mark.parametrize(("parts", "died"), [(fail, True), (vanish, True), (leave, False)])
-@virtual
 async def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, died):
     """What ran on several that died is tried alone from then on."""
     async with buffer() as world:
@@ -336,7 +325,6 @@ async def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, die
 # --- who has to shake hands, and when --------------------------------------------------------
 
 
-@virtual
 async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_it_counts():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -350,7 +338,6 @@ async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_
         assert await trainer.engines() == ["e"]
 
 
-@virtual
 async def test_an_engine_whose_name_is_free_again_registers_again_once_however_much_it_says():
     async with buffer() as world:
         trainer, old, new = await world.trainer(), await world.engine(), await world.engine(incarnation=2)
@@ -362,7 +349,6 @@ async def test_an_engine_whose_name_is_free_again_registers_again_once_however_m
         assert await trainer.engines() == ["e"]
 
 
-@virtual
 async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again():
     async with buffer() as world:
         engine = await world.stranger()
@@ -371,7 +357,6 @@ async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again
         assert await engine.hear(wire.Refused) == []
 
 
-@virtual
 async def test_an_incarnation_that_gets_its_name_late_begins_anew():
     async with buffer() as world:
         engine, holder, late = await world.engine(), await world.trainer(incarnation=2), await world.trainer()
@@ -387,7 +372,6 @@ async def test_an_incarnation_that_gets_its_name_late_begins_anew():
         assert await late.done() == {"p": [7]}
 
 
-@virtual
 async def test_an_incarnation_that_lost_its_name_while_it_was_away_begins_anew():
     async with buffer() as world:
         engine, away = await world.engine(), await world.trainer(incarnation=2)
@@ -403,7 +387,6 @@ async def test_an_incarnation_that_lost_its_name_while_it_was_away_begins_anew()
         assert await away.done() == {"p": [7]}
 
 
-@virtual
 async def test_an_engine_that_lost_its_name_while_it_was_away_registers_again():
     async with buffer() as world:
         trainer, away = await world.trainer(), await world.engine(incarnation=2)
@@ -421,7 +404,6 @@ async def test_an_engine_that_lost_its_name_while_it_was_away_registers_again():
 # --- trainers --------------------------------------------------------------------------------
 
 
-@virtual
 async def test_whatever_a_trainer_says_is_a_sign_of_life_and_silence_ends_its_work():
     async with buffer(trainer_lease_seconds=10.0) as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -439,7 +421,6 @@ async def test_whatever_a_trainer_says_is_a_sign_of_life_and_silence_ends_its_wo
         assert len(await engine.hear(wire.DropChunk)) == 1
 
 
-@virtual
 async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
@@ -458,7 +439,6 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
 @pytest.mark.parametrize(
     ("tokens", "spread"), [(math.inf, 0.0), (-5.0, 0.5), (0.0, 0.5), (5.0, math.inf), (5.0, math.nan)]
 )
-@virtual
 async def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine(seats=1)
@@ -478,7 +458,6 @@ async def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
         assert ran == ["r/first", "r/long", "r/short"]
 
 
-@virtual
 async def test_a_large_submission_lets_others_have_their_turns_and_is_judged_as_a_whole_when_repeated(
     monkeypatch,
 ):

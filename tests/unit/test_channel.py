@@ -7,7 +7,7 @@ from channel_server import ENDPOINT, Server, channel, identity, status
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
 from structlog.testing import capture_logs
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
@@ -28,7 +28,6 @@ from seer.common.wire import (
 from seer.common.wire.codec import encode
 
 
-@virtual
 async def test_a_handshake_then_messages_both_ways():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -48,7 +47,6 @@ async def test_a_handshake_then_messages_both_ways():
     assert server.hub.counters["sent"] == 1
 
 
-@virtual
 async def test_hello_is_repeated_until_the_server_comes():
     network = MemoryNetwork()
     client = channel(network)
@@ -59,7 +57,6 @@ async def test_hello_is_repeated_until_the_server_comes():
     assert server.names()[0] == "Hello"
 
 
-@virtual
 async def test_silence_is_unreachable_and_names_the_endpoint():
     client = channel(MemoryNetwork())
     with pytest.raises(Unreachable, match=r"tcp://127.0.0.1:7102 did not answer within 3 s: check"):
@@ -68,7 +65,6 @@ async def test_silence_is_unreachable_and_names_the_endpoint():
         await client.send(status())
 
 
-@virtual
 async def test_open_succeeds_after_a_failed_one():
     network = MemoryNetwork()
     client = channel(network)
@@ -80,7 +76,6 @@ async def test_open_succeeds_after_a_failed_one():
     assert server.names() == ["Hello"], "the Hellos that nobody took were dropped"
 
 
-@virtual
 async def test_another_major_is_refused_loudly(monkeypatch):
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -105,7 +100,6 @@ async def test_another_major_is_refused_loudly(monkeypatch):
     ("theirs", "required", "accepted"),
     [("abc", True, True), ("xyz", True, False), ("", True, True), ("xyz", False, True)],
 )
-@virtual
 async def test_the_shared_configuration_must_agree_where_required(theirs, required, accepted):
     network = MemoryNetwork()
     await Server(network, require_config_hash=required).start()
@@ -117,7 +111,6 @@ async def test_the_shared_configuration_must_agree_where_required(theirs, requir
             await client.open(5)
 
 
-@virtual
 async def test_a_refused_peer_stays_out():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -129,7 +122,6 @@ async def test_a_refused_peer_stays_out():
     assert server.got == []
 
 
-@virtual
 async def test_an_idle_peer_notices_a_restart_by_itself():
     network = MemoryNetwork()
     first = await Server(network, incarnation=1).start()
@@ -150,7 +142,6 @@ async def test_an_idle_peer_notices_a_restart_by_itself():
     assert asyncio.get_running_loop().time() - start <= CHECK_SECONDS + 1
 
 
-@virtual
 async def test_idle_waiting_ends_at_any_time_of_a_float_clock():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -165,7 +156,6 @@ async def test_idle_waiting_ends_at_any_time_of_a_float_clock():
     assert 600 <= server.names().count("Hello") <= 620
 
 
-@virtual
 async def test_malformed_messages_are_counted_and_stop_nothing():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -186,7 +176,6 @@ async def test_malformed_messages_are_counted_and_stop_nothing():
     assert server.hub.counters["malformed"] == 4
 
 
-@virtual
 async def test_a_complaint_is_logged_once_per_peer():
     network = MemoryNetwork()
     await Server(network).start()
@@ -198,7 +187,6 @@ async def test_a_complaint_is_logged_once_per_peer():
     assert [line["event"] for line in lines] == ["message dropped"]
 
 
-@virtual
 async def test_a_refusal_of_the_connection_is_raised_and_one_of_a_request_is_not():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -223,7 +211,6 @@ def test_errors_keep_their_class_over_the_wire():
     assert type(error_of(Refused(code="of the future", message="m"))) is SeerError
 
 
-@virtual
 async def test_sending_to_a_peer_that_is_gone_says_so():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -238,7 +225,6 @@ async def test_sending_to_a_peer_that_is_gone_says_so():
 
 
 @pytest.mark.parametrize("seed", range(10))
-@virtual
 async def test_a_handshake_gets_through_a_bad_network(seed):
     network = MemoryNetwork()
     await Server(network).start()
@@ -255,6 +241,7 @@ def test_long_names_give_valid_and_distinct_addresses():
     assert len(one) <= 255
 
 
+@pytest.mark.real_time
 async def test_a_handshake_over_tcp():
     async with asyncio.timeout(30):
         transport = ZmqTransport()
@@ -294,7 +281,6 @@ async def _lossy(kind):
 
 
 @pytest.mark.parametrize("kind", ["up", "down", "refused"])
-@virtual
 async def test_a_message_lost_with_its_connection_is_revealed(kind):
     client = await _lossy(kind)
     async with asyncio.timeout(CHECK_SECONDS + 1):
@@ -304,7 +290,6 @@ async def test_a_message_lost_with_its_connection_is_revealed(kind):
             await client.recv()
 
 
-@virtual
 async def test_a_broken_connection_that_lost_nothing_goes_unnoticed():
     client = await _lossy("nothing")
     with pytest.raises(TimeoutError):
@@ -312,7 +297,6 @@ async def test_a_broken_connection_that_lost_nothing_goes_unnoticed():
             await client.recv()
 
 
-@virtual
 async def test_a_server_that_stood_still_is_no_loss():
     network = MemoryNetwork(queue=3)
     server = await Server(network).start()
@@ -332,7 +316,6 @@ async def test_a_server_that_stood_still_is_no_loss():
     receiving.cancel()
 
 
-@virtual
 async def test_a_socket_takes_the_roles_it_is_for():
     network = MemoryNetwork()
     server = await Server(network).start()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from channel_server import ENDPOINT, Server, channel, identity, status
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.errors import Unreachable
 from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
@@ -48,7 +48,6 @@ async def quiet(client, seconds=3 * CHECK_SECONDS):
             pytest.fail(f"told of {await client.recv()}")
 
 
-@virtual
 async def test_opening_again_asks_again():
     network = MemoryNetwork()
     server = await Scripted(welcome()).start(network)
@@ -59,7 +58,6 @@ async def test_opening_again_asks_again():
     assert server.hellos == 4
 
 
-@virtual
 async def test_a_peer_that_was_forgotten_says_so_once_and_until_it_is_answered():
     network = MemoryNetwork()
     server = await Scripted(welcome()).start(network)
@@ -75,7 +73,6 @@ async def test_a_peer_that_was_forgotten_says_so_once_and_until_it_is_answered()
         assert (await client.recv()).session == 2
 
 
-@virtual
 async def test_what_does_not_decode_is_no_lost_message():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -87,7 +84,6 @@ async def test_what_does_not_decode_is_no_lost_message():
     assert (client.counters["malformed"], server.hub.counters["malformed"]) == (1, 1)
 
 
-@virtual
 async def test_a_hello_counts_only_at_its_own_address_and_a_refused_one_ends_a_handshake():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -101,7 +97,6 @@ async def test_a_hello_counts_only_at_its_own_address_and_a_refused_one_ends_a_h
     assert server.hub.counters["refused"] == 1
 
 
-@virtual
 async def test_of_too_many_peers_the_longest_silent_one_is_forgotten(monkeypatch):
     monkeypatch.setattr("seer.common.net.hub.MAX_PEERS", 2)
     network = MemoryNetwork()
@@ -119,7 +114,6 @@ async def test_of_too_many_peers_the_longest_silent_one_is_forgotten(monkeypatch
     ]
 
 
-@virtual
 async def test_who_was_told_that_it_is_unknown_and_is_dismissed_soon_after_is_told_at_once():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -133,7 +127,6 @@ async def test_who_was_told_that_it_is_unknown_and_is_dismissed_soon_after_is_to
     assert len(raw.down) == 3
 
 
-@virtual
 async def test_to_ask_whether_a_peer_is_there_tells_it_of_no_loss():
     network = MemoryNetwork()
     server = await Server(network).start()

@@ -6,7 +6,7 @@ import time
 import pytest
 from fake_buffer import ENDPOINT, answering, connect, connected, group, progress
 from msgspec import structs
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import BufferLost, DeadlineExceeded, RolloutFailed, WeightsRefused, prompts
 from seer.client.rollout import submissions
@@ -21,7 +21,6 @@ async def restart(buffer):
     await asyncio.sleep(CHECK_SECONDS + 1)
 
 
-@virtual
 async def test_submitting_more_makes_no_silent_buffer_heard():
     async with connected(silence_seconds=60) as (_, client):
         first = await client.submit([[1]])
@@ -31,7 +30,6 @@ async def test_submitting_more_makes_no_silent_buffer_heard():
         assert isinstance(first.failure, BufferLost)
 
 
-@virtual
 async def test_time_in_which_the_trainers_own_loop_stood_still_is_not_the_buffers_silence():
     async with connected(silence_seconds=60) as (buffer, client):
         rollout = await client.submit([[1]], n=1)
@@ -42,7 +40,6 @@ async def test_time_in_which_the_trainers_own_loop_stood_still_is_not_the_buffer
         assert await rollout.result()
 
 
-@virtual
 async def test_a_silent_buffer_is_asked_and_given_up_by_name_and_told_so_when_it_speaks_again():
     async with connected(silence_seconds=60) as (buffer, client):
         rollout = await client.submit([[1], [2]], n=2)
@@ -57,7 +54,6 @@ async def test_a_silent_buffer_is_asked_and_given_up_by_name_and_told_so_when_it
         assert (cancel.rollout_id, cancel.submission) == (rollout.id, rollout.submission)
 
 
-@virtual
 async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
     async with connected() as (buffer, client):
         await client.submit([[1]], n=1)
@@ -71,7 +67,6 @@ async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
     assert buffer.got[-2].prompt_ids == ["left"]
 
 
-@virtual
 async def test_what_is_finished_is_not_cancelled_nor_what_is_left_of_a_rollout():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)
@@ -84,7 +79,6 @@ async def test_what_is_finished_is_not_cancelled_nor_what_is_left_of_a_rollout()
         assert [cancel.prompt_ids for cancel in buffer.of(wire.Cancel)] == [["0"], []]
 
 
-@virtual
 async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_another_use_none():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)
@@ -98,7 +92,6 @@ async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_an
         assert rollout.progress is None
 
 
-@virtual
 async def test_a_deadline_cancels_the_rest_of_its_own_rollout_and_no_later_one_of_its_id():
     async with connected() as (buffer, client):
         buffer.script = answering()
@@ -121,7 +114,6 @@ async def test_a_deadline_cancels_the_rest_of_its_own_rollout_and_no_later_one_o
         assert later.unfinished == ["0"]
 
 
-@virtual
 async def test_the_default_number_is_above_all_and_uses_of_later_incarnations_are_later():
     async with connected() as (buffer, client):
         numbers = [(await client.submit([[1]], rollout_number=number)) for number in (40, 5, None)]
@@ -131,7 +123,6 @@ async def test_the_default_number_is_above_all_and_uses_of_later_incarnations_ar
             assert (await other.submit([[1]])).submission > max(rollout.submission for rollout in numbers)
 
 
-@virtual
 async def test_all_questions_are_asked_again_of_a_restarted_buffer():
     async with connected() as (buffer, client):
         asking = [
@@ -150,7 +141,6 @@ async def test_all_questions_are_asked_again_of_a_restarted_buffer():
         task.cancel()
 
 
-@virtual
 async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once_more():
     async with connected() as (buffer, client):
         await client.submit([[1]], n=1)
@@ -170,7 +160,6 @@ async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once
         assert len(buffer.of(wire.Submit)) == 3
 
 
-@virtual
 async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
     async with connected() as (buffer, client):
         with pytest.raises(Unreachable):
@@ -186,7 +175,6 @@ async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
             await task
 
 
-@virtual
 async def test_what_ends_the_connection_ends_rollouts_updates_and_sleep_with_its_reason():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1]], n=1)
@@ -202,7 +190,6 @@ async def test_what_ends_the_connection_ends_rollouts_updates_and_sleep_with_its
             await client.submit([[1]])
 
 
-@virtual
 async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded():
     async with connected() as (buffer, client):
         for version, answer in (
@@ -223,7 +210,6 @@ async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded
         assert [submit.weight_version for submit in await buffer.until(wire.Submit, 2)] == [3, 3]
 
 
-@virtual
 async def test_what_fails_while_it_is_sent_is_not_sent(monkeypatch):
     monkeypatch.setattr(prompts, "BATCH_PROMPTS", 1)
     async with connected() as (_, client):
@@ -234,7 +220,6 @@ async def test_what_fails_while_it_is_sent_is_not_sent(monkeypatch):
         assert [submit.prompt_ids for submit in sent] == [["2"]]
 
 
-@virtual
 async def test_single_prompts_whose_cancel_was_lost_are_cancelled_once_nobody_waits_for_the_rest():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SentWeights, SharedTensors, WeightsRefused
 from seer.client.weight_update import Update, new_call_id
@@ -37,7 +37,6 @@ class Buffer:
         return wire.WeightsLive(version=self.update.request.version, digest="d", call_id=call_id)
 
 
-@virtual
 @pytest.mark.parametrize(
     "early", [wire.WeightsLive(version=7, digest="x"), wire.WeightsFailed(version=7, reasons={})]
 )
@@ -54,7 +53,6 @@ async def test_an_answer_to_an_earlier_question_is_not_taken(early):
     assert (await buffer.task).digest == "d"
 
 
-@virtual
 async def test_a_question_that_is_asked_again_keeps_its_number():
     buffer = Buffer()
     await asyncio.sleep(1)
@@ -66,7 +64,6 @@ async def test_a_question_that_is_asked_again_keeps_its_number():
         await buffer.task
 
 
-@virtual
 async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     buffer = Buffer(TENSORS)
     size = buffer.update.stream.size
@@ -82,7 +79,6 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     assert (await buffer.task).version == 7
 
 
-@virtual
 async def test_what_is_said_of_other_updates_and_streams_changes_nothing():
     buffer = Buffer(TENSORS)
     await asyncio.sleep(1)
@@ -95,7 +91,6 @@ async def test_what_is_said_of_other_updates_and_streams_changes_nothing():
         await buffer.task
 
 
-@virtual
 async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_before():
     sent = []
 
@@ -113,7 +108,6 @@ async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_be
     buffer.task.cancel()
 
 
-@virtual
 async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_its_update(monkeypatch):
     monkeypatch.setattr("seer.client.weight_update.SPOOL_WINDOW", 2)
     buffer = Buffer(TENSORS)
@@ -141,6 +135,7 @@ async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_
     assert len(buffer.sent) == count
 
 
+@pytest.mark.real_time
 async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch):
     """Else it could note its tensors as what was sent, after the next update has noted its own."""
     begun, go_on, plan = threading.Event(), threading.Event(), SentWeights.plan
@@ -164,6 +159,7 @@ async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch)
     assert deltas._sent is before
 
 
+@pytest.mark.real_time
 async def test_what_an_update_in_place_offers_is_freed_though_it_is_cancelled_meanwhile():
     begun, go_on, calls = threading.Event(), threading.Event(), []
 

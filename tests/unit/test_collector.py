@@ -7,7 +7,7 @@ import gc
 import weakref
 
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.clock import LoopClock
 from seer.common.process import collector
@@ -26,7 +26,6 @@ def unfrozen():
     gc.unfreeze()
 
 
-@virtual
 async def test_what_has_lived_for_a_moment_is_in_no_automatic_collection():
     task = asyncio.create_task(collector.collect(LoopClock()))
     old = [[] for _ in range(1000)]
@@ -36,7 +35,6 @@ async def test_what_has_lived_for_a_moment_is_in_no_automatic_collection():
     task.cancel()
 
 
-@virtual
 @pytest.mark.parametrize("few", [True, False])
 async def test_a_cycle_that_was_set_aside_is_collected_once_there_is_little(monkeypatch, few):
     monkeypatch.setattr(collector, "MOST_OBJECTS", 10**9 if few else 0)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -108,7 +108,6 @@ def wire_drafts(group_id, accepted):
     )  # fmt: skip
 
 
-@virtual
 async def test_server_gathers_changes_and_follows_a_restarted_buffer(monkeypatch):
     monkeypatch.setattr(context_server, "PUBLISH_SECONDS", 0.5)
     async with served() as (it, heard):
@@ -137,7 +136,6 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer(monkeypatch
         assert late[0].acceptance == heard[3].acceptance == {"r/c": heard[2].acceptance["r/c"]}
 
 
-@virtual
 async def test_changes_of_many_groups_are_broadcast_in_parts(monkeypatch):
     monkeypatch.setattr(context_server, "BATCH", 2)
     groups = [f"r/{name}" for name in "abcde"]
@@ -159,7 +157,6 @@ class LateClock(LoopClock):
         return super().now() + self.late
 
 
-@virtual
 async def test_estimating_takes_a_small_part_of_the_time_however_long_it_takes(monkeypatch):
     clock, began = LateClock(), []
 
@@ -178,7 +175,6 @@ async def test_estimating_takes_a_small_part_of_the_time_however_long_it_takes(m
     assert max(pauses) < 1.5 / MOST_OF_TIME
 
 
-@virtual
 async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch):
     monkeypatch.setitem(POLICIES, "sure", replace(POLICIES["divided"], name="sure", estimator="posterior"))
     async with served("sure", remember_prompts=5) as (it, heard):

@@ -6,7 +6,7 @@ import numpy as np
 from dgds_system import GROUP, array, client_of, system
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -36,7 +36,6 @@ def test_several_reports_of_one_gap_rewind_once():
     assert handed_out() == [(4, [5])]
 
 
-@virtual
 async def test_tokens_of_all_requests_share_a_batch_per_flush():
     async with system() as it:
         client = it.client(flush_seconds=0.5)
@@ -53,7 +52,6 @@ async def test_tokens_of_all_requests_share_a_batch_per_flush():
         assert client.counters["batches"] == 1
 
 
-@virtual
 async def test_many_tokens_of_one_request_are_flushed_at_once():
     async with system() as it:
         client = it.client(flush_seconds=100.0, flush_tokens=8)
@@ -66,7 +64,6 @@ async def test_many_tokens_of_one_request_are_flushed_at_once():
         assert it.held() == list(range(8))
 
 
-@virtual
 async def test_an_absent_dgds_costs_counters_and_is_caught_up_with_when_it_comes():
     async with system(started=False) as it:
         client = it.client()
@@ -80,7 +77,6 @@ async def test_an_absent_dgds_costs_counters_and_is_caught_up_with_when_it_comes
         await eventually(lambda: it.held() == [1, 2, 3])
 
 
-@virtual
 async def test_an_absent_dgds_holds_bounded_memory_and_drops_whole_requests():
     async with system(started=False) as it:
         client = it.client(max_retained_tokens=2 * OVERHEAD_TOKENS + 150)
@@ -98,7 +94,6 @@ async def test_an_absent_dgds_holds_bounded_memory_and_drops_whole_requests():
         await eventually(lambda: it.held(0) == list(range(72)))
 
 
-@virtual
 async def test_a_gap_is_filled_from_the_context_of_a_chunk_begun_elsewhere():
     async with system() as it:
         client = it.client()
@@ -108,7 +103,6 @@ async def test_a_gap_is_filled_from_the_context_of_a_chunk_begun_elsewhere():
         assert (client.counters["gaps"], client.counters["tokens"]) == (1, 104)
 
 
-@virtual
 async def test_the_next_chunk_on_the_same_engine_sends_what_the_last_left_unsent():
     async with system() as it:
         client = it.client(flush_seconds=1.0)
@@ -120,7 +114,6 @@ async def test_the_next_chunk_on_the_same_engine_sends_what_the_last_left_unsent
         assert client.counters["gaps"] == 0
 
 
-@virtual
 async def test_a_newer_attempt_elsewhere_replaces_what_differs_for_readers():
     async with system() as it:
         first, second, reader = it.client(), it.client(name="two"), it.client(name="three")
@@ -137,7 +130,6 @@ async def test_a_newer_attempt_elsewhere_replaces_what_differs_for_readers():
         assert await reader.fetch([GROUP]) == []
 
 
-@virtual
 async def test_a_big_resend_is_split_and_fetched_in_parts():
     async with system() as it:
         writer, reader = it.client(), it.client(name="two")
@@ -151,7 +143,6 @@ async def test_a_big_resend_is_split_and_fetched_in_parts():
         assert np.array_equal(np.concatenate([delta.tokens for delta in deltas]), [*long, 7])
 
 
-@virtual
 async def test_readers_start_over_after_a_restart_of_the_dgds():
     async with system() as it:
         writer, reader = it.client(), it.client(name="two")
@@ -165,7 +156,6 @@ async def test_readers_start_over_after_a_restart_of_the_dgds():
         assert [(d.previous, d.tokens.tolist()) for d in await reader.fetch([GROUP])] == [(0, [1, 2])]
 
 
-@virtual
 async def test_registered_groups_live_as_long_as_they_were_registered_for(monkeypatch):
     monkeypatch.setattr(dgds_server, "TTL_SECONDS", 5.0)
     async with system() as it:
@@ -178,7 +168,6 @@ async def test_registered_groups_live_as_long_as_they_were_registered_for(monkey
         assert (it.held(), it.held(0, "r/b")) == ([1], None)
 
 
-@virtual
 async def test_closing_flushes():
     async with system() as it:
         client = it.client(flush_seconds=1000.0)
@@ -189,7 +178,6 @@ async def test_closing_flushes():
         await eventually(lambda: it.held() == [1])
 
 
-@virtual
 async def test_closing_without_a_dgds_is_quick_and_quiet():
     client = client_of(MemoryTransport(MemoryNetwork()))
     client.append(GROUP, 0, 1, 0, [1])
@@ -197,7 +185,6 @@ async def test_closing_without_a_dgds_is_quick_and_quiet():
     assert LoopClock().now() <= 1.0
 
 
-@virtual
 async def test_lossy_lines_only_delay():
     async with system() as it:
         plan = Faults(drop=0.2, duplicate=0.2, reorder=0.2, delay_seconds=0.2)
@@ -225,7 +212,6 @@ async def test_lossy_lines_only_delay():
         assert client.counters["gaps"] > 0
 
 
-@virtual
 async def test_malformed_batches_change_nothing_and_are_counted():
     async with system() as it:
         channel = await it.channel()

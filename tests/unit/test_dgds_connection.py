@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 from dgds_system import GROUP, system
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.services.dgds.connection import OPEN_SECONDS, SHARE
@@ -30,7 +30,6 @@ def take(client, revision, previous, *tokens, missing=()):
     return [(delta.previous, delta.tokens.tolist()) for delta in deltas]
 
 
-@virtual
 async def test_an_answer_tells_what_is_new_in_it_and_follows_what_is_known():
     async with system(started=False) as it:
         client = it.client()
@@ -44,7 +43,6 @@ async def test_an_answer_tells_what_is_new_in_it_and_follows_what_is_known():
         assert take(client, 1, 0, 5) == [(0, [5])], "a group that was lost begins anew"
 
 
-@virtual
 async def test_a_welcome_of_the_same_incarnation_changes_nothing():
     async with system() as it:
         client = it.client()
@@ -59,7 +57,6 @@ async def test_a_welcome_of_the_same_incarnation_changes_nothing():
         assert connection._fetched
 
 
-@virtual
 async def test_a_dgds_that_never_came_is_not_waited_for():
     async with system(started=False) as it:
         client = it.client()
@@ -69,7 +66,6 @@ async def test_a_dgds_that_never_came_is_not_waited_for():
         assert asyncio.get_running_loop().time() == before
 
 
-@virtual
 async def test_flushes_that_take_long_come_seldom():
     async with system() as it:
         client = it.client()

@@ -6,7 +6,7 @@ import pytest
 from dgds_system import GROUP, array, system
 from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec.structs import replace
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -34,7 +34,6 @@ def applied(streams, deltas):
 # --- what is fetched ---------------------------------------------------------------------
 
 
-@virtual
 async def test_responses_that_run_here_are_left_out_until_they_run_elsewhere():
     async with system() as it:
         here, there = it.client(), it.client(name="two")
@@ -49,7 +48,6 @@ async def test_responses_that_run_here_are_left_out_until_they_run_elsewhere():
         assert [d.index for d in await here.fetch([GROUP])] == [1]
 
 
-@virtual
 async def test_a_late_joiner_gets_everything_in_parts_also_from_a_dgds_that_was_restarted():
     async with system() as it:
         writer, early, late = (
@@ -74,7 +72,6 @@ async def test_a_late_joiner_gets_everything_in_parts_also_from_a_dgds_that_was_
         assert applied(streams, await early.fetch([GROUP])) == whole
 
 
-@virtual
 async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits():
     async with system() as it:
         client, channel = it.client(), await it.channel()
@@ -102,7 +99,6 @@ async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits()
         assert client.counters["unanswered_fetches"] == 0
 
 
-@virtual
 async def test_late_and_false_answers_end_no_question_and_change_nothing(monkeypatch):
     monkeypatch.setattr(connection, "MAX_FETCH_GROUPS", 2)
     async with system() as it:
@@ -129,7 +125,6 @@ async def test_late_and_false_answers_end_no_question_and_change_nothing(monkeyp
         assert (delta.group_id, delta.previous, delta.tokens.tolist()) == (names[0], 1, [8])
 
 
-@virtual
 async def test_what_comes_late_is_part_of_the_next_fetch_unless_it_was_forgotten():
     async with system() as it:
         client = it.client()
@@ -144,7 +139,6 @@ async def test_what_comes_late_is_part_of_the_next_fetch_unless_it_was_forgotten
         assert [delta.group_id for delta in await client.fetch([GROUP, "r/b"])] == [GROUP, "r/b"]
 
 
-@virtual
 async def test_a_token_that_cannot_be_packed_ends_its_response_and_nothing_else():
     async with system() as it:
         client = it.client()
@@ -166,7 +160,6 @@ async def test_a_token_that_cannot_be_packed_ends_its_response_and_nothing_else(
 # --- several dgds ------------------------------------------------------------------------
 
 
-@virtual
 async def test_groups_are_spread_and_all_clients_agree_where():
     async with system(config=THREE) as it:
         writer, reader = it.client(), it.client(name="two")
@@ -189,7 +182,6 @@ async def test_groups_are_spread_and_all_clients_agree_where():
             assert homes[0] == homes[1]
 
 
-@virtual
 async def test_a_dead_dgds_costs_only_its_own_groups_until_it_is_back():
     async with system(config=THREE) as it:
         client, reader = it.client(), it.client(name="two")
@@ -228,7 +220,6 @@ def test_a_file_for_nothing_is_refused():
 # --- earlier groups of the same prompt -----------------------------------------------------
 
 
-@virtual
 async def test_the_next_group_of_a_prompt_gets_what_its_last_one_said():
     config = replace(REMEMBERING, endpoints=THREE.endpoints)
     async with system(config=config) as it:
@@ -254,7 +245,6 @@ async def test_the_next_group_of_a_prompt_gets_what_its_last_one_said():
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-@virtual
 async def test_a_dgds_that_forgot_a_group_hears_of_its_prompt_again(restarted):
     async with system(config=REMEMBERING) as it:
         client = it.client()
@@ -274,6 +264,7 @@ async def test_a_dgds_that_forgot_a_group_hears_of_its_prompt_again(restarted):
         assert applied({}, await client.fetch(["r/next"])) == {("r/next", wire.MAX_GROUP_SIZE): [1, 2, 3]}
 
 
+@pytest.mark.real_time
 async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
     path = tmp_path / "memory"
     remembering = DgdsConfig(remember_tokens=10**6, remember_path=str(path))
@@ -296,6 +287,7 @@ async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
             path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.real_time
 async def test_each_shard_has_a_file_of_its_own_and_a_foreign_one_stays(tmp_path):
     path = tmp_path / "memory"
     remembering = DgdsConfig(remember_tokens=10**6, remember_path=str(path))

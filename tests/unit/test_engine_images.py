@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from engine_system import engine
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.errors import ConfigError
@@ -66,7 +66,6 @@ class World:
         return world
 
 
-@virtual
 async def test_a_chunk_is_ready_once_all_its_images_were_checked():
     world = await World.running()
     world.images.hold("a", [ONE.name, TWO.name])
@@ -80,7 +79,6 @@ async def test_a_chunk_is_ready_once_all_its_images_were_checked():
     assert world.images.get(TWO.name).tensors["pixel_values"].tolist() == TWO.tensors["pixel_values"].tolist()
 
 
-@virtual
 async def test_an_image_is_asked_for_once_and_kept_for_the_next_chunks():
     world = await World.running()
     for chunk in "abc":
@@ -98,7 +96,6 @@ async def test_an_image_is_asked_for_once_and_kept_for_the_next_chunks():
     assert not world.questions()
 
 
-@virtual
 async def test_chunks_behind_one_that_waits_do_not_wait_for_it():
     world = await World.running()
     world.images.hold("a", [ONE.name])
@@ -109,7 +106,6 @@ async def test_chunks_behind_one_that_waits_do_not_wait_for_it():
     assert world.ready == ["b"]
 
 
-@virtual
 async def test_parts_that_come_twice_or_unasked_change_nothing():
     world = await World.running()
     world.part(ONE)
@@ -136,7 +132,6 @@ async def test_parts_that_come_twice_or_unasked_change_nothing():
         (lambda world: world.images.arrived(wire.ImageState(name=ONE.name, have=9)), "has it no longer"),
     ],
 )
-@virtual
 async def test_an_image_that_is_another_or_cannot_be_had_fails_its_chunks_alone(answer, says):
     world = await World.running()
     world.images.hold("a", [ONE.name, TWO.name])
@@ -155,7 +150,6 @@ async def test_an_image_that_is_another_or_cannot_be_had_fails_its_chunks_alone(
     assert world.ready == ["b", "a"]
 
 
-@virtual
 async def test_a_question_is_repeated_and_then_given_up():
     world = await World.running()
     world.images.hold("a", [ONE.name])
@@ -172,7 +166,6 @@ async def test_a_question_is_repeated_and_then_given_up():
     assert "sent nothing for 30 s" in why
 
 
-@virtual
 async def test_few_are_asked_for_at_once_and_those_of_dropped_chunks_do_not_count():
     world = await World.running()
     images = [image(seed) for seed in range(20)]
@@ -190,7 +183,6 @@ async def test_few_are_asked_for_at_once_and_those_of_dropped_chunks_do_not_coun
     assert world.ready == [str(place) for place in range(8, 20)]
 
 
-@virtual
 async def test_memory_is_bounded_and_chunks_wait_in_line_for_room():
     world = await World.running(max_bytes=MAX_IMAGE_BYTES + 4 * 5 * PART - 1)
     big = [image(seed, 5 * PART) for seed in range(4)]  # of 40 MiB each
@@ -206,7 +198,6 @@ async def test_memory_is_bounded_and_chunks_wait_in_line_for_room():
     assert world.ready[-1] == "again", "the most recently used one is still here"
 
 
-@virtual
 async def test_a_chunk_whose_images_exceed_the_bound_runs_alone():
     world = await World.running(max_bytes=MAX_IMAGE_BYTES)
     big = [image(seed, 5 * PART) for seed in range(3)]
@@ -234,7 +225,6 @@ def test_room_for_less_than_one_image_is_refused():
 PLACED = [Placed(ONE.name, 0, 1), Placed(LARGE.name, 1, 2)]
 
 
-@virtual
 async def test_a_chunk_with_images_waits_for_them_and_others_run():
     async with engine() as (buffer, server, *_):
         assert buffer.said[0].capacity.image_tokens > 0
@@ -249,7 +239,6 @@ async def test_a_chunk_with_images_waits_for_them_and_others_run():
         assert await buffer.give(ONE, LARGE) == 0, "each image comes once"
 
 
-@virtual
 async def test_images_are_part_of_what_is_generated():
     async with engine() as (buffer, *_):
         tokens = []
@@ -262,7 +251,6 @@ async def test_images_are_part_of_what_is_generated():
         assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
 
 
-@virtual
 async def test_a_chunk_that_is_dropped_while_it_waits_is_forgotten():
     async with engine() as (buffer, server, *_):
         await buffer.run(0, images=PLACED)
@@ -277,7 +265,6 @@ async def test_a_chunk_that_is_dropped_while_it_waits_is_forgotten():
         assert not server._images._users
 
 
-@virtual
 async def test_a_chunk_whose_images_do_not_come_fails_and_may_be_tried_again():
     async with engine() as (buffer, server, *_):
         await buffer.run(0, images=PLACED)
@@ -293,7 +280,6 @@ async def test_a_chunk_whose_images_do_not_come_fails_and_may_be_tried_again():
         await eventually(lambda: ("0", 2) in buffer.results())
 
 
-@virtual
 async def test_images_outside_of_the_tokens_are_refused_by_name():
     async with engine() as (buffer, *_):
         await buffer.run(0, images=[Placed(ONE.name, 2, 2)])
@@ -303,7 +289,6 @@ async def test_images_outside_of_the_tokens_are_refused_by_name():
         assert failed.message.startswith("images[0].length")
 
 
-@virtual
 async def test_a_buffer_that_comes_back_finds_nothing_waiting():
     async with engine() as (buffer, server, *_):
         await buffer.run(0, images=PLACED)

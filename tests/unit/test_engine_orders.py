@@ -7,7 +7,7 @@ import numpy as np
 from cluster_harness import folder
 from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
@@ -77,7 +77,6 @@ def kinds(buffer):
     return [type(message) for message in buffer.said]
 
 
-@virtual
 async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
     async with engine() as (buffer, server, _, network):
         real = server._buffer.send
@@ -96,7 +95,6 @@ async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
         await reborn.kill()
 
 
-@virtual
 async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, _, network):
@@ -121,7 +119,6 @@ async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tm
         await reborn.kill()
 
 
-@virtual
 async def test_a_load_that_a_gone_buffer_began_is_told_to_its_successor(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, _, network):
@@ -142,7 +139,6 @@ async def test_a_load_that_a_gone_buffer_began_is_told_to_its_successor(tmp_path
         await reborn.kill()
 
 
-@virtual
 async def test_answers_come_in_the_order_of_their_questions():
     async with engine(backend=Loading()) as (buffer, server, *_):
         real, gate = server._buffer.send, asyncio.Event()
@@ -161,7 +157,6 @@ async def test_answers_come_in_the_order_of_their_questions():
         assert server._driver._backend.rests == [ASLEEP, AWAKE, ASLEEP]
 
 
-@virtual
 async def test_after_a_failed_load_nothing_runs_until_another_succeeds(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()
@@ -187,7 +182,6 @@ async def test_after_a_failed_load_nothing_runs_until_another_succeeds(tmp_path)
         await reborn.kill()
 
 
-@virtual
 async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, *_):
@@ -199,7 +193,6 @@ async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
         assert buffer.results() == {}
 
 
-@virtual
 async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_path):
     first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
     digest = read_manifest(first).digest
@@ -218,7 +211,6 @@ async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_pa
         assert backend.loaded == [(first, digest)]
 
 
-@virtual
 async def test_what_was_checked_is_laid_out_while_chunks_run_for_its_load_and_for_no_other(tmp_path):
     first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
     digests = [read_manifest(each).digest for each in (first, other)]
@@ -251,7 +243,6 @@ async def test_what_was_checked_is_laid_out_while_chunks_run_for_its_load_and_fo
         await eventually(lambda: backend.laid_out[-1] == forgotten)
 
 
-@virtual
 async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_does_not_load(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()
@@ -267,7 +258,6 @@ async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_do
         assert len(backend.loaded) == 1
 
 
-@virtual
 async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_version_are(tmp_path):
     model, other = folder(tmp_path / "model", 1.0), folder(tmp_path / "other", 2.0)
     backend = Loading()
@@ -278,7 +268,6 @@ async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_versi
         assert [where for where, _ in backend.loaded] == [model, other]
 
 
-@virtual
 async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine() as (buffer, _, _, network):
@@ -290,7 +279,6 @@ async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
         await reborn.kill()
 
 
-@virtual
 async def test_a_chunk_without_a_token_is_not_handed_back():
     async with engine(structs.replace(REPLAY, replay=ReplayConfig(step_seconds=5.0))) as (
         buffer,
@@ -305,7 +293,6 @@ async def test_a_chunk_without_a_token_is_not_handed_back():
         assert buffer.results() == {}
 
 
-@virtual
 async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
     async with engine() as (buffer, server, *_):
         await buffer.run(new=500)
@@ -324,7 +311,6 @@ async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
         assert set(buffer.results()) == {("0", 2)}
 
 
-@virtual
 async def test_the_dgds_hears_the_buffers_attempt():
     async with engine() as (buffer, server, *_):
         heard = []
@@ -335,7 +321,6 @@ async def test_the_dgds_hears_the_buffers_attempt():
         assert heard == [7] * 6
 
 
-@virtual
 async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()
@@ -349,7 +334,6 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
         assert server._updater.checker.checked == CheckedWeights()
 
 
-@virtual
 async def test_what_is_dropped_is_said_and_loaded_again_from_where_it_was(tmp_path):
     model, one = folder(tmp_path / "model", 1.0), folder(tmp_path / "one", 2.0)
     shared = SharedConfig(model=str(model))
@@ -388,7 +372,6 @@ async def test_what_is_dropped_is_said_and_loaded_again_from_where_it_was(tmp_pa
         await reborn.kill()
 
 
-@virtual
 async def test_an_engine_without_a_model_folder_says_what_it_lacks_and_what_it_dropped():
     backend = Loading()
     async with engine(backend=backend) as (buffer, server, *_):
@@ -422,7 +405,6 @@ def started_with(server, model):
     server._updater.checker.model, server._updater.checker.base = read_manifest(model), model
 
 
-@virtual
 async def test_weights_in_place_are_refused_unless_they_are_allowed(tmp_path):
     source, digest = plan(tmp_path / "plan")
     async with engine(backend=Loading()) as (buffer, server, *_):
@@ -436,7 +418,6 @@ async def test_weights_in_place_are_refused_unless_they_are_allowed(tmp_path):
         assert not server._driver._backend.received
 
 
-@virtual
 async def test_a_plan_of_other_tensors_is_refused_before_anything_is_received(tmp_path):
     backend = Loading()
     async with engine(IN_PLACE, backend) as (buffer, server, *_):
@@ -457,7 +438,6 @@ async def test_a_plan_of_other_tensors_is_refused_before_anything_is_received(tm
         assert not backend.received
 
 
-@virtual
 async def test_weights_in_place_are_received_by_the_plan_that_was_checked(tmp_path):
     backend, (source, digest) = Loading(), plan(tmp_path / "plan")
     model = folder(tmp_path / "model", 1.0)
@@ -480,7 +460,6 @@ async def test_weights_in_place_are_received_by_the_plan_that_was_checked(tmp_pa
         assert "not another model's" in buffer.heard(wire.WeightsLoaded)[2].problem
 
 
-@virtual
 async def test_an_engine_that_hangs_says_so_and_ends(tmp_path):
     backend, (source, digest) = Loading(), plan(tmp_path / "plan")
     async with engine(IN_PLACE, backend) as (buffer, server, running, _):

@@ -9,7 +9,7 @@ from cluster_harness import folder
 from engine_system import REPLAY, Buffer, engine
 from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec import structs
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -27,7 +27,6 @@ from seer.services.engine.server import EngineServer, make
 from seer.services.engine.weights.manifest import read_manifest
 
 
-@virtual
 async def test_it_registers_what_the_backend_is():
     async with engine() as (buffer, *_):
         (register,) = buffer.said
@@ -36,7 +35,6 @@ async def test_it_registers_what_the_backend_is():
         assert register.versions["backend"] == "replay"
 
 
-@virtual
 async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped():
     async with engine() as (buffer, *_):
         await buffer.run(new=8)
@@ -52,7 +50,6 @@ async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped()
         assert buffer.heard(wire.ChunksDone)[2].tokens.tolist() == [*again, *rest]
 
 
-@virtual
 async def test_chunks_that_end_together_share_a_message_and_are_split_by_count():
     async with engine() as (buffer, *_):
         for index, new in enumerate((5, 5, 3)):
@@ -64,7 +61,6 @@ async def test_chunks_that_end_together_share_a_message_and_are_split_by_count()
         assert (len(first.tokens), len(second.tokens)) == (3, 10)
 
 
-@virtual
 async def test_tokens_of_streamed_chunks_come_as_they_are_generated():
     async with engine() as (buffer, server, *_):
         await buffer.run(0, new=60, stream=True)
@@ -93,7 +89,6 @@ async def test_tokens_of_streamed_chunks_come_as_they_are_generated():
 
 
 @pytest.mark.parametrize(("parts", "least", "most"), [(3200, 40, 60), (10, 4, 10)])
-@virtual
 async def test_the_more_streams_there_are_the_longer_is_the_pause_between_their_messages(
     monkeypatch, parts, least, most
 ):
@@ -106,7 +101,6 @@ async def test_the_more_streams_there_are_the_longer_is_the_pause_between_their_
         assert least <= len(messages) <= most
 
 
-@virtual
 async def test_a_chunk_that_ends_after_all_of_it_was_streamed_has_a_result():
     class Late(ReplayBackend):
         """Says that chunks ended 20 steps after their last token."""
@@ -133,7 +127,6 @@ async def test_a_chunk_that_ends_after_all_of_it_was_streamed_has_a_result():
         assert buffer.results()["0", 1].count == 0
 
 
-@virtual
 async def test_an_engine_that_leaves_hands_back_what_it_has_not_streamed():
     async with engine() as (buffer, server, running, _):
         await buffer.run(0, new=4000, stream=True)
@@ -147,7 +140,6 @@ async def test_an_engine_that_leaves_hands_back_what_it_has_not_streamed():
         assert streamed > 0
 
 
-@virtual
 async def test_finish_and_stop_reason_are_passed_on():
     async with engine() as (buffer, *_):
         await buffer.run(0, new=5, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
@@ -159,7 +151,6 @@ async def test_finish_and_stop_reason_are_passed_on():
         assert results["1", 1].stop_reason == str(buffer.heard(wire.ChunksDone)[1].tokens[-1])
 
 
-@virtual
 async def test_repeated_orders_change_nothing_newer_ones_replace_older_ones_are_ignored():
     async with engine() as (buffer, server, *_):
         dropped, drop = [], server._driver.drop
@@ -177,7 +168,6 @@ async def test_repeated_orders_change_nothing_newer_ones_replace_older_ones_are_
         assert server.running == {}
 
 
-@virtual
 async def test_dropped_chunks_say_nothing_more():
     async with engine() as (buffer, server, *_):
         await buffer.run(0, new=50)
@@ -204,7 +194,6 @@ async def test_dropped_chunks_say_nothing_more():
         ({"tokens": np.array([1, 2, 10**6], dtype=np.int32)}, "tokens"),
     ],
 )
-@virtual
 async def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
     async with engine() as (buffer, server, *_):
         await buffer.run(**changes)
@@ -218,7 +207,6 @@ async def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem
 
 
 @pytest.mark.parametrize("kind", ["routed_experts |u1 x", "routed_experts |u1 0", "routed_experts |V9 2"])
-@virtual
 async def test_what_is_beside_tokens_and_cannot_be_read_fails_by_its_name(kind):
     sampling = SamplingParams(routed_experts_from=0)
     async with engine() as (buffer, *_):
@@ -229,7 +217,6 @@ async def test_what_is_beside_tokens_and_cannot_be_read_fails_by_its_name(kind):
         assert failed.message.startswith("have = ")
 
 
-@virtual
 async def test_a_chunk_whose_experts_are_lost_may_run_again():
     class Forgetful(ReplayBackend):
         def step(self):
@@ -246,7 +233,6 @@ async def test_a_chunk_whose_experts_are_lost_may_run_again():
         assert (failed.request_id, failed.fatal) == ("r/p#0", False)
 
 
-@virtual
 async def test_another_failure_to_add_is_not_for_good():
     class Picky(ReplayBackend):
         def add(self, chunk):
@@ -259,7 +245,6 @@ async def test_another_failure_to_add_is_not_for_good():
         assert (failed.code, failed.fatal, failed.message) == ("engine", False, "out of adapters")
 
 
-@virtual
 async def test_a_row_that_cannot_be_sampled_fails_its_chunk_for_good_and_no_other():
     class Overflowing(ReplayBackend):
         def step(self):
@@ -283,7 +268,6 @@ async def test_a_row_that_cannot_be_sampled_fails_its_chunk_for_good_and_no_othe
         assert server.running == {}
 
 
-@virtual
 async def test_status_is_reported_at_its_interval_busy_or_not():
     async with engine() as (buffer, *_):
         await buffer.run(new=1000)
@@ -301,7 +285,6 @@ async def test_status_is_reported_at_its_interval_busy_or_not():
         )
 
 
-@virtual
 async def test_tokens_reach_the_dgds_as_they_come():
     network = MemoryNetwork()
     server = dgds.make(Config(), MemoryTransport(network), LoopClock())
@@ -322,7 +305,6 @@ async def test_tokens_reach_the_dgds_as_they_come():
     serving.cancel()
 
 
-@virtual
 async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_runs_the_next_turn():
     network = MemoryNetwork()
     server = dgds.make(Config(), MemoryTransport(network), LoopClock())
@@ -348,7 +330,6 @@ async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_ru
     serving.cancel()
 
 
-@virtual
 async def test_a_response_whose_turn_ended_here_may_go_on_elsewhere_and_is_fetched_then():
     async with engine() as (buffer, server, *_):
         server._draft_groups = groups = DraftGroups()
@@ -362,7 +343,6 @@ async def test_a_response_whose_turn_ended_here_may_go_on_elsewhere_and_is_fetch
         assert groups.to_fetch(now + 2 * RETURN_SECONDS) == {"r/p": {0, 2}}
 
 
-@virtual
 async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first():
     async with engine() as (buffer, server, _, network):
         await buffer.run(new=1000)
@@ -383,7 +363,6 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         await reborn.kill()
 
 
-@virtual
 async def test_nothing_of_before_a_rejoin_is_sent_after_it():
     async with engine() as (buffer, server, *_):
         await buffer.run(new=1000)
@@ -440,7 +419,6 @@ def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
     check()
 
 
-@virtual
 async def test_late_output_of_a_replaced_chunk_is_ignored():
     async with engine() as (buffer, server, *_):
         await buffer.run(new=50)
@@ -455,7 +433,6 @@ async def test_late_output_of_a_replaced_chunk_is_ignored():
         assert {key: (r.count, r.finish) for key, r in buffer.results().items()} == {("0", 2): (6, "")}
 
 
-@virtual
 async def test_results_wait_for_a_buffer_that_takes_nothing_and_generation_does_not():
     async with engine() as (buffer, server, *_):
         real, stuck = server._buffer.send, asyncio.Event()
@@ -475,7 +452,6 @@ async def test_results_wait_for_a_buffer_that_takes_nothing_and_generation_does_
         await eventually(lambda: len(buffer.results()) == 3)
 
 
-@virtual
 async def test_told_to_stop_it_hands_back_what_it_has_and_says_goodbye():
     async with engine() as (buffer, server, running, _):
         await buffer.run(0, new=1000)
@@ -491,7 +467,6 @@ async def test_told_to_stop_it_hands_back_what_it_has_and_says_goodbye():
         assert {finish for _, finish in counts.values()} == {""}
 
 
-@virtual
 async def test_a_failing_backend_says_goodbye_and_ends_loudly():
     class Failing(ReplayBackend):
         def step(self):
@@ -508,7 +483,6 @@ async def test_a_failing_backend_says_goodbye_and_ends_loudly():
         assert buffer.results() == {}
 
 
-@virtual
 async def test_without_a_buffer_it_gives_up_with_the_endpoint_named():
     closed = []
 
@@ -543,6 +517,7 @@ class Binding(ReplayBackend):
 
 
 @pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.real_time
 async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_path, fail):
     model = folder(tmp_path / "model", 1.0)
     network, config = MemoryNetwork(), Config(engine=REPLAY, shared=SharedConfig(model=str(model)))
@@ -561,12 +536,12 @@ async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_p
     await buffer.kill()
 
 
-@virtual
 async def test_make_chooses_the_backend():
     made = make(Config(engine=REPLAY), MemoryTransport(MemoryNetwork()), LoopClock())
     assert isinstance(made._driver, InlineDriver)
 
 
+@pytest.mark.real_time
 async def test_an_engine_on_a_thread_serves_the_buffer():
     config = EngineConfig(backend="vllm", name="e0", kv_blocks=200)
     async with engine(config, ReplayBackend(config, Config().shared)) as (buffer, server, running, _):
@@ -593,6 +568,7 @@ class Hanging(ReplayBackend):
         self.going_on.wait(60)
 
 
+@pytest.mark.real_time
 async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "STATUS_SECONDS", 0.01)
     model = folder(tmp_path / "model", 1.0)
@@ -614,7 +590,6 @@ async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_p
             await eventually(lambda answer=answer: answer in buffer.said)
 
 
-@virtual
 async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it_was(tmp_path):
     async with engine() as (buffer, server, *_):
         checked = []
@@ -638,7 +613,6 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
         assert checked == ["/1", "/3"]
 
 
-@virtual
 async def test_two_responses_that_were_given_one_place_never_write_to_one_stream():
     async with engine() as (buffer, server, *_):
         where = {"draft_group": "/g", "draft_index": 4}

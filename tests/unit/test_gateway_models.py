@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import LoraAdapter
 from seer.common.config import Config
@@ -93,7 +93,6 @@ def control():
     return buffer, named, Control(config, buffer, [ThisProcess(None, each) for each in named])
 
 
-@virtual
 async def test_adapters_are_updates_that_every_process_knows_of():
     buffer, named, asked = control()
     await asked.load_adapter("a", "/a", in_place=False)
@@ -115,7 +114,6 @@ async def test_adapters_are_updates_that_every_process_knows_of():
     assert {in_flight for *_, in_flight in buffer.updates} == {"abort"}
 
 
-@virtual
 async def test_answers_of_an_adapter_may_come_before_its_update_has_ended():
     buffer, named, asked = control()
     for refuse in ({}, {"engine-0": "no such folder"}):
@@ -127,7 +125,6 @@ async def test_answers_of_an_adapter_may_come_before_its_update_has_ended():
         named[0].check_version("a", 2)  # it was refused
 
 
-@virtual
 async def test_an_adapter_whose_weights_others_replaced_is_not_live():
     buffer, _, asked = control()
     await asked.load_adapter("a", "/a", in_place=False)
@@ -139,7 +136,6 @@ async def test_an_adapter_whose_weights_others_replaced_is_not_live():
     assert asked.adapter is None
 
 
-@virtual
 async def test_an_adapter_that_is_refused_leaves_the_one_that_is_live():
     buffer, named, asked = control()
     await asked.load_adapter("a", "/a", in_place=False)

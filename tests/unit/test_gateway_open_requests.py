@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import BufferLost, Delta, Group, Placed, Response, RolloutFailed
 from seer.common.config import BufferConfig, Config, GatewayConfig
@@ -137,7 +137,6 @@ async def status_of(task: asyncio.Task[dict[str, Group]]) -> int:
     return info.value.status
 
 
-@virtual
 async def test_the_buffer_is_told_of_sessions() -> None:
     buffer = FakeBuffer(seconds=1.0)
     requests = desk_of(buffer)
@@ -147,7 +146,6 @@ async def test_the_buffer_is_told_of_sessions() -> None:
     assert buffer.sessions == ["", "s", None]
 
 
-@virtual
 async def test_max_tokens_is_lowered_to_what_fits() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -161,7 +159,6 @@ async def test_max_tokens_is_lowered_to_what_fits() -> None:
         await requests.run({"long": [1] * 35}, n=1, sampling=floor, seed=None)
 
 
-@virtual
 async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_away() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -175,7 +172,6 @@ async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_aw
     assert (requests.counters["restarted"], requests.counters["discarded_tokens"]) == (2, 7)
 
 
-@virtual
 async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -194,7 +190,6 @@ async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     assert set(await held) == {"held"}
 
 
-@virtual
 async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer, seconds=30)
@@ -205,7 +200,6 @@ async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
     assert requests.open_requests == 0
 
 
-@virtual
 async def test_a_request_that_takes_too_long_is_cancelled() -> None:
     buffer = FakeBuffer(seconds=1000)
     task = ask(desk_of(buffer, seconds=30))
@@ -213,7 +207,6 @@ async def test_a_request_that_takes_too_long_is_cancelled() -> None:
     assert buffer.cancelled == ["a"]
 
 
-@virtual
 async def test_open_requests_are_bounded() -> None:
     requests = desk_of(FakeBuffer(), most=2)
     tasks = [ask(requests, str(i)) for i in range(3)]
@@ -221,7 +214,6 @@ async def test_open_requests_are_bounded() -> None:
     assert [set(await task) for task in tasks[:2]] == [{"0"}, {"1"}]
 
 
-@virtual
 async def test_errors_say_whether_to_come_again() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -232,7 +224,6 @@ async def test_errors_say_whether_to_come_again() -> None:
     assert await status_of(ask(requests)) == 503
 
 
-@virtual
 async def test_a_gateway_that_stops_answers_what_waits() -> None:
     requests = desk_of(FakeBuffer())
     under_way = ask(requests, "under way")
@@ -258,7 +249,6 @@ async def taken(events: AsyncGenerator[tuple[str, Delta | Group]]) -> list[str]:
     return [name if isinstance(what, Delta) else f"group {name}" async for name, what in events]
 
 
-@virtual
 async def test_a_stream_has_tokens_as_they_come_and_then_groups() -> None:
     buffer = FakeBuffer()
     buffer.deltas = {"a": 2}
@@ -268,7 +258,6 @@ async def test_a_stream_has_tokens_as_they_come_and_then_groups() -> None:
     assert await taken(events) == ["a", "group a", "group b"]
 
 
-@virtual
 async def test_a_stream_that_sent_nothing_starts_again() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -280,7 +269,6 @@ async def test_a_stream_that_sent_nothing_starts_again() -> None:
     assert (requests.counters["restarted"], requests.counters["interrupted_streams"]) == (1, 0)
 
 
-@virtual
 async def test_a_stream_that_sent_tokens_ends_in_an_error_and_is_counted() -> None:
     buffer = FakeBuffer()
     buffer.deltas = {"a": 1}
@@ -297,7 +285,6 @@ async def test_a_stream_that_sent_tokens_ends_in_an_error_and_is_counted() -> No
     assert requests.open_requests == 0
 
 
-@virtual
 async def test_a_finished_prompt_of_a_stream_does_not_keep_others_from_starting_again() -> None:
     buffer = FakeBuffer()
     buffer.deltas = {"a": 1}
@@ -310,7 +297,6 @@ async def test_a_finished_prompt_of_a_stream_does_not_keep_others_from_starting_
     assert requests.counters["restarted"] == 1
 
 
-@virtual
 async def test_a_stream_that_is_not_read_waits_and_one_that_is_closed_is_cancelled() -> None:
     buffer = FakeBuffer()
     buffer.deltas = {"a": 100}
@@ -325,7 +311,6 @@ async def test_a_stream_that_is_not_read_waits_and_one_that_is_closed_is_cancell
     assert (requests.open_requests, requests.under_way) == (0, 0)
 
 
-@virtual
 async def test_who_is_aborted_twice_hears_it_once() -> None:
     """As by a pause and then by sleep, while the buffer is still told of the first."""
     buffer = FakeBuffer()
@@ -341,7 +326,6 @@ async def test_who_is_aborted_twice_hears_it_once() -> None:
             await task
 
 
-@virtual
 async def test_a_stream_is_refused_before_its_first_event() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer, most=1)
@@ -363,7 +347,6 @@ def control_of(
     return Control(config, buffer, [ThisProcess(requests, models) for requests in desks])  # type: ignore[arg-type]
 
 
-@virtual
 async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -384,7 +367,6 @@ async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None
     await later
 
 
-@virtual
 async def test_an_update_while_paused_waits_for_nothing() -> None:
     buffer = FakeBuffer(seconds=1000)
     requests = desk_of(buffer, seconds=5000)
@@ -402,7 +384,6 @@ async def test_an_update_while_paused_waits_for_nothing() -> None:
     assert buffer.updates == [(1, "/w/1", "abort")]
 
 
-@virtual
 async def test_updates_do_not_overlap() -> None:
     buffer = FakeBuffer()
     control = control_of(buffer, desk_of(buffer))
@@ -416,7 +397,6 @@ async def test_updates_do_not_overlap() -> None:
     assert [folder for _, folder, _ in buffer.updates] == ["/w/1", "/w/2"]
 
 
-@virtual
 async def test_an_update_goes_on_when_its_asker_leaves() -> None:
     buffer = FakeBuffer()
     control = control_of(buffer, desk_of(buffer))
@@ -428,7 +408,6 @@ async def test_an_update_goes_on_when_its_asker_leaves() -> None:
     assert await control.update("/w/2", "weight_dir") == "2"
 
 
-@virtual
 async def test_an_update_may_be_refused_while_requests_are_under_way() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
@@ -444,7 +423,6 @@ async def test_an_update_may_be_refused_while_requests_are_under_way() -> None:
     assert buffer.updates == [(1, "/w/1", "error")]
 
 
-@virtual
 async def test_weights_that_are_refused_name_the_field() -> None:
     buffer = FakeBuffer()
     buffer.refuse = {"engine-0": "no such folder"}

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -89,7 +89,6 @@ def files(folder):
     return {each.name for each in (folder / NAME).iterdir() if "seer" not in each.name}
 
 
-@virtual
 async def test_an_image_is_read_as_it_was_sent(tmp_path):
     async with running(tmp_path) as world:
         small = image(1)
@@ -104,7 +103,6 @@ async def test_an_image_is_read_as_it_was_sent(tmp_path):
         assert files(tmp_path) == {LARGE.name, small.name}
 
 
-@virtual
 async def test_an_image_that_is_there_is_not_sent_again(tmp_path):
     async with running(tmp_path) as world:
         await world.send(LARGE)
@@ -113,7 +111,6 @@ async def test_an_image_that_is_there_is_not_sent_again(tmp_path):
         assert world.arrived == [LARGE.name]
 
 
-@virtual
 async def test_parts_that_come_twice_early_or_from_two_senders_change_nothing(tmp_path):
     async with running(tmp_path) as world:
         await world.open(LARGE)
@@ -129,7 +126,6 @@ async def test_parts_that_come_twice_early_or_from_two_senders_change_nothing(tm
         assert await world.read(LARGE) == LARGE.data.tobytes()
 
 
-@virtual
 async def test_what_is_damaged_after_it_came_is_lost_and_sent_again(tmp_path):
     async with running(tmp_path) as world:
         await world.send(LARGE)
@@ -144,7 +140,6 @@ async def test_what_is_damaged_after_it_came_is_lost_and_sent_again(tmp_path):
         assert await world.read(LARGE) == LARGE.data.tobytes()
 
 
-@virtual
 async def test_other_bytes_under_a_name_are_refused_and_sent_anew(tmp_path):
     async with running(tmp_path) as world:
         prepared, other = image(1), image(2)
@@ -156,7 +151,6 @@ async def test_other_bytes_under_a_name_are_refused_and_sent_anew(tmp_path):
         assert (await world.send(prepared)).have == prepared.size
 
 
-@virtual
 async def test_another_size_or_no_name_is_refused(tmp_path):
     async with running(tmp_path) as world:
         prepared = image(1)
@@ -169,7 +163,6 @@ async def test_another_size_or_no_name_is_refused(tmp_path):
         assert [each.name for each in tmp_path.iterdir()] == [NAME]
 
 
-@virtual
 async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path):
     async with running(tmp_path) as world:
         large = [image(seed, 6 * PART) for seed in range(3)]  # of 48 MiB each: there is room for one
@@ -187,7 +180,6 @@ async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path
         assert await world.read(small) == small.data.tobytes()
 
 
-@virtual
 async def test_the_next_incarnation_has_them_once_they_were_checked(tmp_path):
     async with running(tmp_path) as world:
         for prepared in (LARGE, image(1), image(2)):
@@ -209,7 +201,6 @@ async def test_the_next_incarnation_has_them_once_they_were_checked(tmp_path):
         assert (await world.send(image(2))).have == image(2).size
 
 
-@virtual
 async def test_a_temporary_folder_is_gone_with_its_buffer():
     async with running("") as world:
         await world.send(image(1))
@@ -219,7 +210,6 @@ async def test_a_temporary_folder_is_gone_with_its_buffer():
 
 
 @pytest.mark.parametrize("call", ["append", "check", "read", "remove"])
-@virtual
 async def test_an_error_of_the_disk_costs_that_one_image(tmp_path, monkeypatch, call):
     async with running(tmp_path) as world:
         await world.send(image(2))
@@ -242,7 +232,6 @@ async def test_an_error_of_the_disk_costs_that_one_image(tmp_path, monkeypatch, 
         assert await world.read(image(1)) == image(1).data.tobytes()
 
 
-@virtual
 async def test_deadlines(tmp_path):
     async with running(tmp_path) as world:
         world.images.machine.refer("g", "t", [LARGE.name], LoopClock().now())
@@ -262,7 +251,6 @@ async def test_deadlines(tmp_path):
         assert files(tmp_path) == {LARGE.name + ".part"}, "nobody waits for the other one"
 
 
-@virtual
 async def test_too_many_messages_are_dropped(tmp_path):
     world = World(tmp_path)
     for _ in range(10_000):

@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 from prepared_images import placed, prepared
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import Placed, Prompt, prepared_image
 from seer.client.image_uploads import ASK_SECONDS, ImageUploads
@@ -111,7 +111,6 @@ def whole(buffer, *images):
     return all(bytes(buffer.have.get(each.name, b"")) == each.data.tobytes() for each in images)
 
 
-@virtual
 async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
     async with uploading() as buffer:
         for _ in range(3):
@@ -126,7 +125,6 @@ async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
         assert buffer.parts(prepared(1).name) == [0]
 
 
-@virtual
 async def test_an_image_that_the_buffer_has_is_not_sent():
     async with uploading() as buffer:
         buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
@@ -135,7 +133,6 @@ async def test_an_image_that_the_buffer_has_is_not_sent():
         assert [type(each) for each in buffer.said] == [OpenImage]
 
 
-@virtual
 async def test_an_image_that_is_dropped_as_the_buffer_says_it_has_it_is_sent_to_later_prompts():
     async with uploading() as buffer:
         buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
@@ -152,7 +149,6 @@ async def test_an_image_that_is_dropped_as_the_buffer_says_it_has_it_is_sent_to_
         assert not buffer.uploads._again
 
 
-@virtual
 async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
     async with uploading() as buffer:
         buffer.have[LARGE.name] = bytearray(LARGE.data[:1000].tobytes())
@@ -165,7 +161,6 @@ async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
         assert buffer.parts(LARGE.name)[3:] == [0, IMAGE_PART_BYTES, 2 * IMAGE_PART_BYTES]
 
 
-@virtual
 async def test_an_image_that_is_not_taken_is_reported_and_the_next_ones_are_sent():
     async with uploading() as buffer:
         buffer.problems[prepared(1).name] = "no room"
@@ -177,7 +172,6 @@ async def test_an_image_that_is_not_taken_is_reported_and_the_next_ones_are_sent
         await eventually(lambda: whole(buffer, prepared(1)))
 
 
-@virtual
 async def test_few_are_on_their_way_at_once():
     async with uploading() as buffer:
         many = [placed(seed, 0) for seed in range(50)]
@@ -186,7 +180,6 @@ async def test_few_are_on_their_way_at_once():
         assert buffer.most == IMAGES_AT_ONCE
 
 
-@virtual
 async def test_answers_that_nobody_waits_for_change_nothing():
     async with uploading() as buffer:
         buffer.uploads.answer(ImageState(name="x", have=3, problem="late"))

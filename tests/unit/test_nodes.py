@@ -8,7 +8,7 @@ from cluster_harness import folder
 from memory_transport import MemoryTransport
 from msgspec import structs
 from virtual_nodes import ENGINE, buffer_alone, running, said
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.blobs import Blob
@@ -56,7 +56,6 @@ def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
     assert difference({"a": "1"}, {}).startswith("a is nothing on this node, and 1 at the engine's leader")
 
 
-@virtual
 async def test_ranks_start_once_all_nodes_have_joined():
     async with buffer_alone(nodes=3) as system:
         system.leader()
@@ -71,7 +70,6 @@ async def test_ranks_start_once_all_nodes_have_joined():
         assert not any(process.task.done() for process in system.processes)
 
 
-@virtual
 async def test_a_node_with_other_settings_is_refused_and_the_others_wait():
     async with buffer_alone() as system:
         system.leader()
@@ -83,7 +81,6 @@ async def test_a_node_with_other_settings_is_refused_and_the_others_wait():
         assert system.ranks[0].meeting is None
 
 
-@virtual
 async def test_two_nodes_of_one_rank_are_told_of_it():
     async with buffer_alone(nodes=3) as system:
         system.leader()
@@ -94,7 +91,6 @@ async def test_two_nodes_of_one_rank_are_told_of_it():
         assert not later.task.done()
 
 
-@virtual
 async def test_a_leader_waits_so_long_for_its_nodes_and_they_for_it():
     async with buffer_alone() as system:
         problem = await system.leader().ended(seconds=70)
@@ -102,7 +98,6 @@ async def test_a_leader_waits_so_long_for_its_nodes_and_they_for_it():
         assert isinstance(await system.follower().ended(seconds=70), Unreachable)
 
 
-@virtual
 async def test_a_node_that_is_killed_ends_the_engine_soon():
     async with running() as (system, first, (other,)):
         await other.kill()
@@ -113,7 +108,6 @@ async def test_a_node_that_is_killed_ends_the_engine_soon():
         assert (await said(system.buffer, wire.Goodbye)).problem
 
 
-@virtual
 async def test_a_node_that_stands_still_ends_the_engine():
     async with running() as (system, first, (other,)):
         asyncio.get_running_loop().freeze("node 1")
@@ -124,7 +118,6 @@ async def test_a_node_that_stands_still_ends_the_engine():
         assert await other.ended(5) is not None
 
 
-@virtual
 async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_leader():
     async with running() as (system, first, (other,)):
         system.ranks[0].ended()
@@ -133,7 +126,6 @@ async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_leader():
         assert system.ranks[0].closed == 1
 
 
-@virtual
 async def test_a_node_ends_with_a_leader_that_is_killed_or_stands_still():
     async with running() as (system, first, (other,)):
         await first.kill()
@@ -141,7 +133,6 @@ async def test_a_node_ends_with_a_leader_that_is_killed_or_stands_still():
         assert system.ranks[0].closed == 1
 
 
-@virtual
 async def test_a_node_of_an_earlier_leader_makes_room_for_one_of_the_next():
     async with running() as (system, first, (other,)):
         await first.kill()
@@ -151,7 +142,6 @@ async def test_a_node_of_an_earlier_leader_makes_room_for_one_of_the_next():
         await said(system.buffer, wire.Register, 2)
 
 
-@virtual
 async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
     async with running() as (system, first, (other,)):
         new = system.follower()
@@ -164,7 +154,6 @@ async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
         await eventually(lambda: new.task.done() or system.ranks[1].meeting is not None)
 
 
-@virtual
 async def test_told_to_stop_on_any_node_all_end_in_order():
     for drained in (0, 1):
         async with running() as (system, first, (other,)):
@@ -179,7 +168,6 @@ async def test_told_to_stop_on_any_node_all_end_in_order():
             assert not system.given_up
 
 
-@virtual
 async def test_a_node_that_cannot_load_its_ranks_says_so():
     async with buffer_alone() as system:
         first, other = system.leader(), system.follower(problem="no memory")
@@ -202,7 +190,6 @@ async def update(system, version, source, digest=""):
     return prepared, await said(system.buffer, wire.WeightsLoaded, before[1] + 1, 200.0)
 
 
-@virtual
 async def test_all_nodes_read_weights_before_any_loads(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with running(model, followers=2) as (system, *_):
@@ -216,7 +203,6 @@ async def test_all_nodes_read_weights_before_any_loads(tmp_path):
         assert system.backend.loaded[-1] == (model, str(model), str(model))
 
 
-@virtual
 async def test_a_node_that_has_another_model_ends_the_start(tmp_path):
     model = folder(made(tmp_path / "one") / "model", 1.0)
     theirs = folder(made(tmp_path / "two") / "model", 2.0)
@@ -230,7 +216,6 @@ async def test_a_node_that_has_another_model_ends_the_start(tmp_path):
         await other.ended()
 
 
-@virtual
 async def test_a_node_without_the_folder_refuses_the_update_by_name(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
     async with running(model) as (system, _, (other,)):
@@ -248,7 +233,6 @@ async def test_a_node_without_the_folder_refuses_the_update_by_name(tmp_path, mo
         assert (await update(system, 2, str(new)))[1].problem == ""
 
 
-@virtual
 async def test_files_that_change_on_one_node_alone_make_no_weights(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
     theirs = folder(tmp_path / "theirs", 2.0)
@@ -274,7 +258,6 @@ async def test_files_that_change_on_one_node_alone_make_no_weights(tmp_path, mon
         assert len(system.backend.loaded) == 1
 
 
-@virtual
 async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0, (900, 1000)), folder(tmp_path / "new", 2.0, (900, 1000))
     async with running(model) as (system, first, (other,)):
@@ -308,7 +291,6 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
         await eventually(lambda: not copied.exists())
 
 
-@virtual
 async def test_messages_that_are_lost_are_sent_again(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
     async with running(model) as (system, first, _):
@@ -327,7 +309,6 @@ async def test_messages_that_are_lost_are_sent_again(tmp_path, monkeypatch):
         assert len(dropped) == 2
 
 
-@virtual
 async def test_a_node_that_never_ends_its_check_refuses_the_update(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
     async with running(model) as (system, _, (other,)):
@@ -342,7 +323,6 @@ async def test_a_node_that_never_ends_its_check_refuses_the_update(tmp_path, mon
         assert (await update(system, 2, str(new)))[1].problem == ""
 
 
-@virtual
 async def test_a_stranger_reads_nothing_from_the_leader(tmp_path):
     async with running(folder(tmp_path / "model", 1.0)) as (system, *_):
         for role, config_hash in (("node", "other"), ("engine", "")):

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.process.notify import BEAT_SECONDS, Notifier
 
@@ -111,7 +111,6 @@ def test_a_watchdog_meant_for_another_process_is_not_fed(child, manager):
     assert received(manager) == []
 
 
-@virtual
 async def test_a_start_of_minutes_is_extended_all_the_while(manager):
 
     notifier = Notifier({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "30000000"})
@@ -125,7 +124,6 @@ async def test_a_start_of_minutes_is_extended_all_the_while(manager):
     notifier.close()
 
 
-@virtual
 async def test_the_file_is_written_for_as_long_as_the_loop_runs(tmp_path):
     file = tmp_path / "alive"
     file.write_text("ready\n")  # of a process before
@@ -148,7 +146,6 @@ async def test_the_file_is_written_for_as_long_as_the_loop_runs(tmp_path):
     notifier.close()
 
 
-@virtual
 async def test_without_systemd_nothing_happens():
     notifier = Notifier(environ := {"PATH": "/bin"})
     notifier.ready()

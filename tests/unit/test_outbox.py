@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -64,7 +64,6 @@ async def numbers(channel: Channel, count: int) -> list[int]:
     return [int((await channel.recv()).rollout_id) for _ in range(count)]
 
 
-@virtual
 async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
@@ -83,7 +82,6 @@ async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order()
 
 
 @pytest.mark.parametrize("most", [None, 10])
-@virtual
 async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
     if most is not None:
         outbox.MAX_QUEUED, before = most, outbox.MAX_QUEUED
@@ -108,7 +106,6 @@ def large(kilobytes: int) -> wire.Accepted:
 
 
 @pytest.mark.parametrize("running", [True, False])
-@virtual
 async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 10_000_000)
     network = MemoryNetwork()
@@ -134,7 +131,6 @@ async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
     assert message.session > 1
 
 
-@virtual
 async def test_one_message_may_always_wait_however_large(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 1000)
     network = MemoryNetwork()
@@ -147,7 +143,6 @@ async def test_one_message_may_always_wait_however_large(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [True, False])
-@virtual
 async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
@@ -168,7 +163,6 @@ async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
     assert buffer.failed == []
 
 
-@virtual
 async def test_what_waits_in_the_queue_over_a_new_handshake_does_not_leave():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
@@ -185,7 +179,6 @@ async def test_what_waits_in_the_queue_over_a_new_handshake_does_not_leave():
     assert (buffer.failed, buffer.outbox.idle) == ([], True)
 
 
-@virtual
 async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 400_000)
     network = MemoryNetwork()
@@ -202,7 +195,6 @@ async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatc
     assert buffer.failed == []
 
 
-@virtual
 async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_QUEUED", 100)
     network = MemoryNetwork()
@@ -216,7 +208,6 @@ async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads
     assert buffer.failed == [address]
 
 
-@virtual
 @pytest.mark.parametrize("peers", [1, 900])
 async def test_one_with_much_to_get_and_many_with_little_let_others_have_their_turns(peers):
     network = MemoryNetwork()
@@ -231,7 +222,6 @@ async def test_one_with_much_to_get_and_many_with_little_let_others_have_their_t
     assert turns > 900 / FAIR_EVERY / 2
 
 
-@virtual
 async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_before():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
@@ -247,7 +237,6 @@ async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_befo
     assert buffer.failed == []
 
 
-@virtual
 async def test_answers_wait_for_nobody():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
@@ -262,7 +251,6 @@ async def test_answers_wait_for_nobody():
             pass  # and then a Welcome says that some were lost
 
 
-@virtual
 async def test_after_goodbye_one_is_a_stranger():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 import pytest
-from virtual_time import PROCESS, eventually, virtual
+from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.clock import LoopClock
 from seer.common.config import Config, PoolConfig
@@ -164,7 +164,6 @@ async def serve(service: PoolOwner | PoolMaster, name: str, meanwhile: Callable[
     ],
 )
 @pytest.mark.usefixtures("figures")
-@virtual
 async def test_whoever_is_stopped_the_memory_is_held_again_afterwards(monkeypatch, names, same, seconds):
     mooncake = Mooncake()
     owner = await owner_of(mooncake, monkeypatch)
@@ -182,7 +181,6 @@ async def test_whoever_is_stopped_the_memory_is_held_again_afterwards(monkeypatc
 
 
 @pytest.mark.usefixtures("figures")
-@virtual
 async def test_memory_whose_holder_ends_or_hangs_is_held_anew_with_an_empty_folder(monkeypatch, tmp_path):
     mooncake = Mooncake()
     owner = await owner_of(mooncake, monkeypatch, ssd_gib=1e-6, ssd_path=str(tmp_path))
@@ -202,7 +200,6 @@ async def test_memory_whose_holder_ends_or_hangs_is_held_anew_with_an_empty_fold
 
 @pytest.mark.parametrize("seconds", STOPS)
 @pytest.mark.parametrize("names", [["service"], ["service", "master"], ["master"]])
-@virtual
 async def test_a_master_that_hangs_is_replaced_and_a_stalled_machine_is_no_silence(
     monkeypatch, names, seconds
 ):
@@ -232,7 +229,6 @@ async def test_a_master_that_hangs_is_replaced_and_a_stalled_machine_is_no_silen
     await serve(service, "service", meanwhile)
 
 
-@virtual
 async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
     tried: list[float] = []
     lasted = iter([0.0, 2 * HEALTHY_SECONDS])

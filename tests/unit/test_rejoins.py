@@ -6,7 +6,7 @@ import itertools
 import pytest
 from lag import LaggedTransport, first
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import virtual
+from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -153,7 +153,6 @@ def test_one_event_one_rejoin(idle, event, losses):
 
 @pytest.mark.parametrize("lags", LAGS, ids=str)
 @pytest.mark.parametrize("way", ["up", "down", "both"])
-@virtual
 async def test_one_loss_one_rejoin(way, lags):
     network = MemoryNetwork()
     await Server(network).start()
@@ -167,7 +166,6 @@ async def test_one_loss_one_rejoin(way, lags):
     assert len(peer.rejoins) == 1
 
 
-@virtual
 async def test_a_stranger_is_told_once_and_again_after_a_while():
     network = MemoryNetwork()
     server = await Server(network).start()
@@ -186,7 +184,6 @@ async def test_a_stranger_is_told_once_and_again_after_a_while():
     assert len(raw.down) == 5, "a Welcome, and at once that it counts no more"
 
 
-@virtual
 async def test_sessions_are_never_given_twice(monkeypatch):
     monkeypatch.setattr(hub, "MAX_PEERS", 1)
     network = MemoryNetwork()

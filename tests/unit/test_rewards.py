@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import (
     InvalidField,
@@ -80,7 +80,6 @@ class Judge:
 @pytest.mark.parametrize(
     "reward", [lengths, lengths_later, per_response(length), per_response(length_later), Judge()]
 )
-@virtual
 async def test_any_callable_gives_floats_in_index_order(reward):
     rollout = played(2)
     async with Scores(rollout, reward) as scores:
@@ -90,7 +89,6 @@ async def test_any_callable_gives_floats_in_index_order(reward):
     assert [scored.rewards for scored in result] == [(1.0, 2.0, 3.0)] * 2
 
 
-@virtual
 async def test_they_come_as_they_are_ready_and_in_input_order():
     rollout = played(3)
     async with Scores(rollout, lengths_later) as scores:
@@ -102,7 +100,6 @@ async def test_they_come_as_they_are_ready_and_in_input_order():
         assert [scored.group.prompt_id for scored in scores.scored] == ["2", "1", "0"]
 
 
-@virtual
 async def test_rewards_do_not_wait_for_the_rollout():
     rollout = played(2)
     async with Scores(rollout, lengths_later) as scores:
@@ -129,7 +126,6 @@ def test_the_overlap_of_any_calls():
     assert measure([], 4.0).overlap == 1
 
 
-@virtual
 async def test_at_most_max_concurrent_at_once():
     running, most = 0, 0
 
@@ -194,7 +190,6 @@ def test_a_bad_reward_is_named_and_loses_no_other(kind):
     run()
 
 
-@virtual
 async def test_a_reward_has_its_time():
     async def reward(group):
         if group.prompt_id == "0":
@@ -212,7 +207,6 @@ async def test_a_reward_has_its_time():
     assert asyncio.get_running_loop().time() == 5
 
 
-@virtual
 async def test_one_error_names_what_either_lost():
     async def reward(group):
         return [math.nan] * N if group.prompt_id == "2" else [0.0] * N
@@ -229,7 +223,6 @@ async def test_one_error_names_what_either_lost():
     assert caught.value.prompt_ids == ("1", "2", "3")
 
 
-@virtual
 async def test_a_cancelled_rollout_ends_it_with_the_rollouts_error():
     rollout = played(2)
     async with Scores(rollout, lengths_later) as scores:
@@ -243,7 +236,6 @@ async def test_a_cancelled_rollout_ends_it_with_the_rollouts_error():
     assert not isinstance(caught.value, RewardFailed)
 
 
-@virtual
 async def test_leaving_the_scope_ends_every_reward_and_not_the_rollout():
     ended = []
 
@@ -267,6 +259,7 @@ async def test_leaving_the_scope_ends_every_reward_and_not_the_rollout():
     assert caught.value.prompt_ids == ("1", "2")
 
 
+@pytest.mark.real_time
 async def test_a_plain_reward_runs_in_a_thread():
     rollout, loop = played(2), asyncio.get_running_loop()
     both = threading.Barrier(2, timeout=20)
@@ -282,6 +275,7 @@ async def test_a_plain_reward_runs_in_a_thread():
         assert [scored.rewards for scored in await scores.result()] == [(1.0,) * N] * 2
 
 
+@pytest.mark.real_time
 async def test_a_thread_that_hangs_is_given_up():
     rollout, stuck = played(2), threading.Event()
 
@@ -301,6 +295,7 @@ async def test_a_thread_that_hangs_is_given_up():
         stuck.set()
 
 
+@pytest.mark.real_time
 async def test_a_process_pool_scores_groups():
     rollout = played(3)
     with ProcessPoolExecutor(1) as pool:
@@ -312,6 +307,7 @@ async def test_a_process_pool_scores_groups():
                 await scores.result()
 
 
+@pytest.mark.real_time
 async def test_bounds_that_cannot_be():
     for options, field in (
         ({"max_concurrent": 0}, "max_concurrent"),

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from cluster_harness import roll, running
-from virtual_time import eventually, run, virtual
+from virtual_time import eventually, pytestmark, run  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
@@ -158,7 +158,6 @@ def test_no_call_that_fails_ends_the_spool(tmp_path, stays):
     assert told > 20  # of which somebody heard
 
 
-@virtual
 async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
     for gap in (0.0, 0.3, 0.7, 5.0, 29.0):
         world = World(tmp_path / str(gap))
@@ -178,7 +177,6 @@ async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
         await world.stop()
 
 
-@virtual
 async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
     world = World(tmp_path)
     await world.put(wire.OpenSpool(name="v1-a", size=100))
@@ -189,7 +187,6 @@ async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
     await world.stop()
 
 
-@virtual
 async def test_what_waits_is_bounded_in_bytes_too():
     spool = Spool("", LoopClock())
     for offset in [0] * 1000:
@@ -201,7 +198,6 @@ async def test_what_waits_is_bounded_in_bytes_too():
     assert spool._turns.queue.empty()
 
 
-@virtual
 async def test_a_full_disk_refuses_the_update_by_name_and_the_next_one_works(tmp_path, monkeypatch):
     settings = BufferConfig(chunk_size=32, spool=str(tmp_path))
     tensors = {"w": np.ones(wire.SPOOL_BYTES, dtype=np.float32)}
@@ -245,7 +241,6 @@ def test_an_update_survives_latency_between_any_two_messages(gap):
         run(attempt(0.1 * phase))
 
 
-@virtual
 async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
     world = World(tmp_path)
     try:
@@ -257,7 +252,6 @@ async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
         await world.stop()
 
 
-@virtual
 async def test_what_an_earlier_incarnation_left_stays_for_engines_that_are_not_back_yet(tmp_path):
     for back in (False, True):
         world = World(tmp_path)
@@ -294,7 +288,6 @@ BEFORE, AFTER = (tensors_of({"w": np.full(8, each, "u1"), "x": STILL}) for each 
 BETWEEN = tensors_of({"whole:w": np.ones(8, "u1")}, {"base": "v1-a"})
 
 
-@virtual
 async def test_a_stream_that_is_to_be_made_takes_no_bytes_of_its_own(tmp_path):
     """Else its base could go, as if nobody needed it, before the delta comes."""
     world = World(tmp_path)
@@ -309,7 +302,6 @@ async def test_a_stream_that_is_to_be_made_takes_no_bytes_of_its_own(tmp_path):
     await world.stop()
 
 
-@virtual
 async def test_a_delta_of_an_earlier_incarnation_is_sent_and_applied_again(tmp_path):
     for dies in (False, True):
         world = World(tmp_path)

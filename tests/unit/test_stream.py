@@ -9,7 +9,7 @@ from faulty_transport import Faults, FaultyTransport
 from lag import LaggedTransport
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
-from virtual_time import eventually, virtual
+from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
@@ -30,7 +30,6 @@ from seer.services.buffer.requests import state
 from seer.services.buffer.requests.turn_placement import Trajectories
 
 
-@virtual
 async def test_deltas_follow_a_snapshot():
     network = MemoryNetwork()
     publisher = await Publisher(MemoryTransport(network)).start()
@@ -46,7 +45,6 @@ async def test_deltas_follow_a_snapshot():
     assert publisher.stream.counters["published"] == 6
 
 
-@virtual
 async def test_a_lost_message_brings_a_snapshot():
     network = MemoryNetwork()
     publisher = await Publisher(MemoryTransport(network)).start()
@@ -64,7 +62,6 @@ async def test_a_lost_message_brings_a_snapshot():
     assert follower.stream.counters["gaps"] == 1
 
 
-@virtual
 async def test_a_lost_last_message_is_noticed_by_the_beacon():
     network = MemoryNetwork()
     publisher = await Publisher(MemoryTransport(network)).start()
@@ -79,7 +76,6 @@ async def test_a_lost_last_message_is_noticed_by_the_beacon():
     assert follower.state == {"lost": 1.0}
 
 
-@virtual
 async def test_an_absent_publisher_is_waited_for():
     network = MemoryNetwork()
     follower = Follower(MemoryTransport(network))
@@ -92,7 +88,6 @@ async def test_an_absent_publisher_is_waited_for():
     assert 10 < follower.stream.counters["retries"] < 200
 
 
-@virtual
 async def test_a_restart_replaces_the_state():
     network = MemoryNetwork()
     publisher = await Publisher(MemoryTransport(network), incarnation=1).start()
@@ -112,7 +107,6 @@ async def test_a_restart_replaces_the_state():
     assert follower.stream.counters["restarts"] == 1
 
 
-@virtual
 async def test_a_message_of_a_newer_publisher_is_dropped_without_a_gap():
     network = MemoryNetwork()
     publisher = await Publisher(MemoryTransport(network)).start()
@@ -128,7 +122,6 @@ async def test_a_message_of_a_newer_publisher_is_dropped_without_a_gap():
     assert follower.stream.counters["gaps"] == 0
 
 
-@virtual
 async def test_a_publisher_that_refuses_us_is_an_error():
     network = MemoryNetwork()
     await Publisher(MemoryTransport(network)).start()
@@ -138,7 +131,6 @@ async def test_a_publisher_that_refuses_us_is_an_error():
 
 
 @pytest.mark.parametrize("seed", range(20))
-@virtual
 async def test_any_faults_and_restarts_end_in_the_same_state(seed):
     network = MemoryNetwork()
     plan = Faults(drop=0.1, duplicate=0.1, reorder=0.2, delay_seconds=0.2)
@@ -160,6 +152,7 @@ async def test_any_faults_and_restarts_end_in_the_same_state(seed):
     await publisher.stop()
 
 
+@pytest.mark.real_time
 async def test_a_stream_over_tcp_survives_a_restart():
     async with asyncio.timeout(60):
         publisher = await Publisher(ZmqTransport(), 1).start("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -280,7 +273,6 @@ def machine_of(requests):
     return SimpleNamespace(groups=groups, requests=rows, registry=registry)
 
 
-@virtual
 async def test_a_buffer_of_two_hundred_thousand_requests_can_be_followed():
     network = MemoryNetwork()
     transport, machine = MemoryTransport(network), machine_of(200_000)

@@ -4,7 +4,7 @@ import asyncio
 
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
@@ -33,7 +33,6 @@ async def following(network, incarnation=1):
     return publisher, follower
 
 
-@virtual
 async def test_a_message_that_comes_twice_is_applied_once():
     publisher, follower = await following(MemoryNetwork())
     for _ in range(2):
@@ -43,7 +42,6 @@ async def test_a_message_that_comes_twice_is_applied_once():
     assert follower.stream.counters["snapshots"] == 1
 
 
-@virtual
 async def test_mail_of_the_incarnation_that_was_followed_before_leads_nowhere():
     network = MemoryNetwork()
     first, follower = await following(network, 1)
@@ -56,7 +54,6 @@ async def test_mail_of_the_incarnation_that_was_followed_before_leads_nowhere():
     assert (follower.stream.counters["restarts"], follower.stream.counters["snapshots"]) == (1, 2)
 
 
-@virtual
 async def test_an_incarnation_taken_for_past_is_looked_at_again_after_a_while():
     publisher, follower = await following(MemoryNetwork())
     for pause, restarts in ((0.0, 1), (1.0, 1), (RETIRED_SECONDS, 2)):
@@ -66,7 +63,6 @@ async def test_an_incarnation_taken_for_past_is_looked_at_again_after_a_while():
         assert follower.stream.counters["restarts"] == restarts
 
 
-@virtual
 async def test_each_who_asks_gets_one_snapshot_and_leaves_nothing_behind():
     network = MemoryNetwork()
     publisher, _ = await following(network)
@@ -96,7 +92,6 @@ async def answering(network, *answers):
     await asyncio.sleep(1000)
 
 
-@virtual
 async def test_pages_of_two_states_are_no_snapshot_and_one_that_does_not_come_is_asked_for_again():
     network = MemoryNetwork()
     whole = [(3, 0, 2, "a"), (3, 1, 2, "b")]

@@ -7,7 +7,7 @@ import pytest
 from fake_buffer import connect, connected, turns
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_time import virtual
+from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import InvalidField, Prompt, RolloutClient, SamplingParams
 from seer.client.used_noise import ROLLOUTS_PER_VERSION, UsedNoise
@@ -158,7 +158,6 @@ async def one(client: RolloutClient, rollout=None, **options: object) -> None:
     await rollout.submit(Prompt("p.0", token_ids=[1, 2]), sampling=SAMPLING, group="p").result()
 
 
-@virtual
 async def test_a_number_that_was_used_is_refused_before_anything_is_sent_or_said_to_be_repeated():
     async with connected() as (buffer, client):
         buffer.script = generous
@@ -175,7 +174,6 @@ async def test_a_number_that_was_used_is_refused_before_anything_is_sent_or_said
         assert [submit.rollout_number for submit in buffer.of(Submit)] == [7, 7, 8]
 
 
-@virtual
 async def test_a_whole_rollout_is_refused_at_once_and_takes_nothing():
     async with connected() as (_, client):
         prompts = [Prompt("a", token_ids=[1]), Prompt("b", token_ids=[1])]
@@ -189,7 +187,6 @@ async def test_a_whole_rollout_is_refused_at_once_and_takes_nothing():
         assert again.rollout_number == 3
 
 
-@virtual
 async def test_a_turn_that_failed_is_asked_for_again_and_its_trajectory_goes_on():
     async with connected() as (buffer, client):
         rollout = client.open_rollout()
@@ -210,7 +207,6 @@ async def test_a_turn_that_failed_is_asked_for_again_and_its_trajectory_goes_on(
         await turn(2, 8)
 
 
-@virtual
 async def test_numbers_are_of_the_weights_that_a_client_finds_and_sends():
     async with connected() as (buffer, client):
         assert (await client.submit([[1]])).rollout_number == 0

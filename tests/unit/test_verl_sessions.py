@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from virtual_time import virtual
+from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import RolloutFailed, SamplingParams
 from seer.integrations.verl.groups import WAIT_SECONDS, GroupKey, Request, Submission
@@ -31,7 +31,6 @@ class Seer:
         return [f"{what.kind} {index}" for index in range(what.n)]
 
 
-@virtual
 async def test_each_session_gets_its_response():
     seer = Seer()
     sessions = Sessions(KEY, N, seer.submit)
@@ -41,7 +40,6 @@ async def test_each_session_gets_its_response():
     assert await sessions.ask(1, REQUEST) == "again 0"
 
 
-@virtual
 async def test_a_session_may_ask_several_times_at_once():
     seer = Seer()
     sessions = Sessions(KEY, 2, seer.submit)
@@ -50,7 +48,6 @@ async def test_a_session_may_ask_several_times_at_once():
     assert len({what.prompt_id for _, what in seer.submitted}) == 3
 
 
-@virtual
 async def test_an_error_reaches_every_session():
     sessions = Sessions(KEY, N, Seer(RolloutFailed("no")).submit)
     asked = [sessions.ask(session, REQUEST) for session in range(N)]
@@ -58,7 +55,6 @@ async def test_an_error_reaches_every_session():
     assert [str(error) for error in found] == ["no"] * N
 
 
-@virtual
 async def test_nobody_waits_for_siblings_beyond_the_deadline():
     seer = Seer()
     sessions = Sessions(KEY, N, seer.submit)
@@ -70,7 +66,6 @@ async def test_nobody_waits_for_siblings_beyond_the_deadline():
     assert [(when, what.n) for when, what in seer.submitted] == [(WAIT_SECONDS, N)]
 
 
-@virtual
 async def test_a_session_that_ends_is_not_waited_for():
     seer = Seer()
     sessions = Sessions(KEY, 2, seer.submit)
@@ -82,7 +77,6 @@ async def test_a_session_that_ends_is_not_waited_for():
 
 
 @pytest.mark.parametrize("when", [0.5, 2.5])
-@virtual
 async def test_a_cancelled_session_takes_nothing_from_its_siblings(when):
     sessions = Sessions(KEY, 2, Seer().submit)
     first = asyncio.create_task(sessions.ask(0, REQUEST))
