@@ -16,7 +16,6 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, get_args
 
 import numpy.typing as npt
@@ -138,9 +137,7 @@ class RolloutClient:
         self._task.add_done_callback(self._on_end)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

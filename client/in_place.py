@@ -47,15 +47,12 @@ class InPlace(Protocol):
 
     def offer(self, name: str) -> TensorStream:
         """Make everything ready and return the stream with the plan, under a unique name."""
-        ...
 
     def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
         """Send what these engines need more; return what failed. Give up once `stopped()` is true."""
-        ...
 
     def end(self) -> None:
         """Free what the update needed."""
-        ...
 
 
 class SharedTensors:

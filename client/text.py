@@ -22,11 +22,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """Return the ids of a prompt; without special tokens, of a text that goes on from others."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
-        ...
 
 
 class _TokenizerFile:

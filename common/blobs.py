@@ -296,7 +296,6 @@ class Source(Protocol):
 
     async def fetch(self, blob: Blob) -> None:
         """Fetch what is missing. Raises `SeerError` or `ValueError`: try another source; or `OSError`."""
-        ...
 
 
 class OneOfSeveral(Source, Protocol):
@@ -304,7 +303,6 @@ class OneOfSeveral(Source, Protocol):
 
     def left(self, why: Exception) -> None:
         """Hear that it is left."""
-        ...
 
 
 async def fetch(blob: Blob, sources: Sequence[OneOfSeveral], last: Source) -> None:

@@ -15,11 +15,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return monotonic seconds; only differences mean anything."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Wait for `seconds` of this clock."""
-        ...
 
 
 class LoopClock:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from memory_transport import MemoryTransport
+from memory_transport import MemoryNetwork, MemoryTransport
 
 from seer.common.clock import LoopClock
 from seer.common.net.channel import Channel
@@ -53,3 +53,12 @@ def channel(network, me=None, transport=None):
     return Channel(
         transport or MemoryTransport(network), ENDPOINT, me or identity(), BufferToEngine, LoopClock()
     )
+
+
+async def opened():
+    """Return a network, the server in it and a channel that was opened to the server."""
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    return network, server, client

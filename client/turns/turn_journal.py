@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import secrets
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -66,9 +65,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __contains__(self, call_id: str) -> bool:

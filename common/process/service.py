@@ -54,15 +54,12 @@ class Service(Protocol):
 
     async def start(self) -> dict[str, str]:
         """Bind, load, connect; return the bound endpoints by their name in `[endpoints]`."""
-        ...
 
     async def run(self) -> None:
         """Serve; return once drained."""
-        ...
 
     def drain(self) -> None:
         """Take no new work and let `run` return when the rest is done."""
-        ...
 
 
 Make = Callable[[Config, Transport, Clock], Service]

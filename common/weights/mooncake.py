@@ -40,21 +40,17 @@ class TransferEngine(Protocol):
 
     def get_rpc_port(self) -> int:
         """Return the port at which other transfer engines reach this one."""
-        ...
 
     def register_memory(self, buffer_addr: int, capacity: int) -> int:
         """Register memory for transfers: of this engine, and for reads and writes by others."""
-        ...
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
         """Undo `register_memory`."""
-        ...
 
     def transfer_sync_read(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
     ) -> int:
         """Copy bytes of a peer's registered memory to registered memory here; releases the GIL."""
-        ...
 
 
 def own_address(peer: str) -> str:

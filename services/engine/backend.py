@@ -141,40 +141,32 @@ class Backend(Protocol):
 
     def start(self) -> None:
         """Load everything. Raises `EngineError` naming the cause and the fix."""
-        ...
 
     @property
     def capacity(self) -> Capacity:
         """What this instance holds; valid after `start`."""
-        ...
 
     @property
     def versions(self) -> dict[str, str]:
         """Names and versions of what generates, for reports."""
-        ...
 
     def add(self, chunk: Chunk) -> None:
         """Queue a chunk. Raises `InvalidField` for a request this engine cannot run."""
-        ...
 
     def drop(self, request_id: str, attempt: int) -> None:
         """Forget a chunk; nothing further is reported of it. Unknown ones are ignored."""
-        ...
 
     def end_chunks(self) -> None:
         """Have the next step end all chunks as if each were at its limit; drop those without a token before.
 
         Their KV is saved for whoever goes on with them; `InstanceStats.pinned_blocks` tells until when.
         """
-        ...
 
     def has_work(self) -> bool:
         """Say whether `step` would do anything."""
-        ...
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step; may block for the step's duration."""
-        ...
 
     def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
         """Do what can be done of `load_weights` while chunks run: called in a thread of its own.
@@ -182,7 +174,6 @@ class Backend(Protocol):
         Until the next load, or a call with None, this may take the model's memory once more. `stop()`: it is
         not needed any more. Whatever goes wrong, `load_weights` does all by itself.
         """
-        ...
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights by a folder's, whose `digest` was checked; nothing runs meanwhile.
@@ -191,7 +182,6 @@ class Backend(Protocol):
         Nothing cached of the old ones is used afterwards. Raises `EngineError` when it failed: the
         live weights are undefined then.
         """
-        ...
 
     def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
         """Have a trainer write over the live weights, by the plan in `folder`; nothing runs meanwhile.
@@ -199,19 +189,15 @@ class Backend(Protocol):
         `engine`: the name that the trainer expects; `digest`: that of the plan. Raises `EngineError` when it
         failed: the live weights are undefined then. After `EngineBroken` no load can make them defined.
         """
-        ...
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Give the draft trees tokens of other responses of the groups that run here."""
-        ...
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Drop the draft trees of these groups; none of their chunks runs here now."""
-        ...
 
     def bind_weights(self, digest: str) -> None:
         """Say which weights are live; empty: unknown. Engines with equal digests share KV."""
-        ...
 
     def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """Free memory, or take it again, until exactly what `state` says sleeps.
@@ -219,12 +205,9 @@ class Backend(Protocol):
         At level 2 weights that fall asleep lose their values: load some before anything runs. Nothing runs
         meanwhile, and nothing cached is used afterwards. Raises `EngineError`.
         """
-        ...
 
     def stats(self) -> InstanceStats:
         """Return current gauges and counters; cheap, called between steps."""
-        ...
 
     def close(self) -> None:
         """Free the device; idempotent."""
-        ...

@@ -30,11 +30,9 @@ class RankBackend(Backend, Protocol):
     @property
     def wanted_drafts(self) -> int:
         """How many drafts of each request would have paid in the last step, where all have as many."""
-        ...
 
     def agree(self, drafts: int) -> None:
         """Have all requests draft so many tokens after the next step, where steps are scheduled ahead."""
-        ...
 
 
 MakeRank = Callable[[int, int], RankBackend]

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from channel_server import ENDPOINT, Server, channel, identity, status
+from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
 from structlog.testing import capture_logs
@@ -157,10 +157,7 @@ async def test_idle_waiting_ends_at_any_time_of_a_float_clock():
 
 
 async def test_malformed_messages_are_counted_and_stop_nothing():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
+    network, server, client = await opened()
     raw = await MemoryTransport(network).dealer(ENDPOINT, identity(name="raw").address())
     await raw.send(encode(identity(name="raw").hello()))
     for frames in ([b"\xc1"], [], [*encode(status()), b"extra"]):
@@ -188,10 +185,7 @@ async def test_a_complaint_is_logged_once_per_peer():
 
 
 async def test_a_refusal_of_the_connection_is_raised_and_one_of_a_request_is_not():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
+    _, server, client = await opened()
     for prompts in (["p"], []):
         about = Refused(code="refused", message="no", rollout_id="r", prompt_ids=prompts)
         await server.hub.send(identity().address(), about)
@@ -212,10 +206,7 @@ def test_errors_keep_their_class_over_the_wire():
 
 
 async def test_sending_to_a_peer_that_is_gone_says_so():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
+    _, server, client = await opened()
     client.close()
     client.close()
     assert not await server.hub.send(identity().address(), Ping())

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from channel_server import ENDPOINT, Server, channel, identity, status
+from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
@@ -74,10 +74,7 @@ async def test_a_peer_that_was_forgotten_says_so_once_and_until_it_is_answered()
 
 
 async def test_what_does_not_decode_is_no_lost_message():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
+    _, server, client = await opened()
     await client.send(Ping())
     await server.hub.send(identity().address(), status())
     await quiet(client)
@@ -128,10 +125,7 @@ async def test_who_was_told_that_it_is_unknown_and_is_dismissed_soon_after_is_to
 
 
 async def test_to_ask_whether_a_peer_is_there_tells_it_of_no_loss():
-    network = MemoryNetwork()
-    server = await Server(network).start()
-    client = channel(network)
-    await client.open(5)
+    _, server, client = await opened()
     assert await server.hub.is_connected(identity().address())
     await quiet(client)
     client.close()

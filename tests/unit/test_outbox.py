@@ -56,6 +56,12 @@ async def joined(network: MemoryNetwork, name: str) -> tuple[bytes, Channel]:
     return me.address(), channel
 
 
+async def buffer_and(name: str) -> tuple[Buffer, bytes, Channel]:
+    """Start a buffer, and have one peer join it."""
+    buffer = await Buffer(MemoryNetwork()).start()
+    return buffer, *await joined(buffer.network, name)
+
+
 def accepted(number: int) -> wire.Accepted:
     return wire.Accepted(rollout_id=str(number), prompt_ids=[])
 
@@ -65,9 +71,8 @@ async def numbers(channel: Channel, count: int) -> list[int]:
 
 
 async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order():
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    deaf, late = await joined(network, "deaf")
+    buffer, deaf, late = await buffer_and("deaf")
+    network = buffer.network
     good, reading = await joined(network, "good")
     now = asyncio.get_running_loop().time()
     for number in range(3000):
@@ -85,9 +90,7 @@ async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order()
 async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
     if most is not None:
         outbox.MAX_QUEUED, before = most, outbox.MAX_QUEUED
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    deaf, channel = await joined(network, "deaf")
+    buffer, deaf, channel = await buffer_and("deaf")
     for number in range(3000):
         buffer.outbox.put(deaf, accepted(number))
     await asyncio.sleep(SEND_SECONDS + 1)
@@ -108,9 +111,7 @@ def large(kilobytes: int) -> wire.Accepted:
 @pytest.mark.parametrize("running", [True, False])
 async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 10_000_000)
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    deaf, channel = await joined(network, "deaf")
+    buffer, deaf, channel = await buffer_and("deaf")
     if running:  # it has no room, and is waited for
         for number in range(3000):
             buffer.outbox.put(deaf, accepted(number))
@@ -133,9 +134,7 @@ async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
 
 async def test_one_message_may_always_wait_however_large(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 1000)
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     for _ in range(3):
         buffer.outbox.put(address, large(10))
         assert await channel.recv() == large(10)
@@ -144,9 +143,7 @@ async def test_one_message_may_always_wait_however_large(monkeypatch):
 
 @pytest.mark.parametrize("late", [True, False])
 async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     for number in range(3000 if late else 10):
         buffer.outbox.put(address, accepted(number))
     if late:
@@ -164,9 +161,7 @@ async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
 
 
 async def test_what_waits_in_the_queue_over_a_new_handshake_does_not_leave():
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     buffer.tasks[0].cancel()
     buffer.outbox.put(b"a stranger", accepted(1))
     buffer.outbox.put(address, accepted(1))
@@ -181,9 +176,7 @@ async def test_what_waits_in_the_queue_over_a_new_handshake_does_not_leave():
 
 async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_BYTES", 400_000)
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     sent = read = 0
     for count in [4000] + 30 * [500]:
         for number in range(sent, sent + count):
@@ -197,9 +190,7 @@ async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatc
 
 async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads(monkeypatch):
     monkeypatch.setattr(outbox, "MAX_QUEUED", 100)
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     for number in range(3000):
         buffer.outbox.put(address, accepted(number))
     async with asyncio.timeout(2 * CHECK_SECONDS):
@@ -223,9 +214,7 @@ async def test_one_with_much_to_get_and_many_with_little_let_others_have_their_t
 
 
 async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_before():
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    address, channel = await joined(network, "t")
+    buffer, address, channel = await buffer_and("t")
     for number in range(3000):
         buffer.outbox.put(address, accepted(number))
     await asyncio.sleep(SEND_SECONDS - 1)
@@ -238,9 +227,7 @@ async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_befo
 
 
 async def test_answers_wait_for_nobody():
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    deaf, channel = await joined(network, "deaf")
+    buffer, deaf, channel = await buffer_and("deaf")
     now = asyncio.get_running_loop().time()
     for _ in range(5000):
         await buffer.hub.reply(deaf, accepted(0))
@@ -252,9 +239,7 @@ async def test_answers_wait_for_nobody():
 
 
 async def test_after_goodbye_one_is_a_stranger():
-    network = MemoryNetwork()
-    buffer = await Buffer(network).start()
-    _, channel = await joined(network, "t")
+    buffer, _, channel = await buffer_and("t")
     for message in (wire.Goodbye(), wire.StatusRequest()):
         await channel.send(message)
     await eventually(lambda: buffer.hub.counters["strangers"] == 1)

@@ -33,19 +33,15 @@ class Socket(Protocol):
     @property
     def problem(self) -> str:
         """Why the peer did not accept the last connection, or it was not accepted; empty: nothing known."""
-        ...
 
     async def send(self, frames: Sequence[Frame]) -> None:
         """Queue one message; waits while the queue is full, then raises `Unreachable`."""
-        ...
 
     async def recv(self) -> list[Frame]:
         """Return the next message."""
-        ...
 
     def close(self) -> None:
         """Close without waiting; what was not sent yet may be dropped. Idempotent."""
-        ...
 
 
 class Router(Protocol):
@@ -53,20 +49,16 @@ class Router(Protocol):
 
     async def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Queue one message for a peer; raises `Unreachable` when it is gone or does not read."""
-        ...
 
     async def recv(self) -> tuple[bytes, list[Frame], User | None]:
         """Return the next message, its sender, and who that is by its key; None: a key not admitted now."""
-        ...
 
     def close(self) -> None:
         """Close without waiting. Idempotent."""
-        ...
 
     @property
     def endpoint(self) -> str:
         """Where it is bound, with the real port."""
-        ...
 
 
 class Publisher(Protocol):
@@ -74,16 +66,13 @@ class Publisher(Protocol):
 
     async def send(self, frames: Sequence[Frame]) -> None:
         """Send one message to whoever listens; never suspends the caller."""
-        ...
 
     def close(self) -> None:
         """Close without waiting. Idempotent."""
-        ...
 
     @property
     def endpoint(self) -> str:
         """Where it is bound, with the real port."""
-        ...
 
 
 class Subscriber(Protocol):
@@ -91,11 +80,9 @@ class Subscriber(Protocol):
 
     async def recv(self) -> list[Frame]:
         """Return the next message."""
-        ...
 
     def close(self) -> None:
         """Close without waiting. Idempotent."""
-        ...
 
 
 class Transport(Protocol):
@@ -106,20 +93,15 @@ class Transport(Protocol):
 
         Raises `ConfigError` naming the endpoint when it cannot.
         """
-        ...
 
     async def dealer(self, endpoint: str, identity: bytes) -> Socket:
         """Connect a DEALER; connecting never blocks, the peer may come later."""
-        ...
 
     async def publisher(self, endpoint: str) -> Publisher:
         """Bind a PUB. Raises `ConfigError` naming the endpoint when it cannot."""
-        ...
 
     async def subscriber(self, endpoint: str) -> Subscriber:
         """Connect a SUB to everything the endpoint publishes."""
-        ...
 
     async def close(self) -> None:
         """Close every socket made here. Idempotent."""
-        ...

@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import PurePosixPath
-from typing import Literal, Protocol
+from typing import Literal, cast
+
+import msgspec
 
 from seer.client import LoraAdapter
 from seer.common.config import Config
@@ -36,32 +38,41 @@ TURNS = ("later_turns", "segments")
 _IN_FLIGHT: dict[str, Literal["abort", "error"]] = {"restart": "abort", "abort": "abort", "refuse": "error"}
 
 
-class Process(Protocol):
-    """One process that serves requests; each call returns once it is done."""
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """See `OpenRequests.pause`."""
 
-    async def pause(self, *, abort: bool) -> None:
-        """See `OpenRequests.pause`."""
-        ...
+    abort: bool
 
-    async def abort(self) -> None:
-        """See `OpenRequests.abort`."""
-        ...
 
-    async def idle(self, seconds: float) -> bool:
-        """See `OpenRequests.idle`."""
-        ...
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """See `OpenRequests.abort`."""
 
-    async def resume(self) -> None:
-        """See `OpenRequests.resume`."""
-        ...
 
-    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
-        """See `Models.loaded`."""
-        ...
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """See `OpenRequests.idle`; the answer is false if it is not idle in time."""
 
-    async def counts(self) -> dict[str, int]:
-        """Return the counters, and what is there now: `processes` (1), `open_requests`, `under_way`."""
-        ...
+    seconds: float
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """See `OpenRequests.resume`."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """See `Models.loaded`."""
+
+    adapter: Adapter | None
+    loading: Adapter | None
+
+
+class Counts(msgspec.Struct, frozen=True, tag=True):
+    """The answer: the counters, and what is there now: `processes` (1), `open_requests`, `under_way`."""
+
+
+Order = Pause | Abort | Idle | Resume | Loaded | Counts
+
+Process = Callable[[Order], Awaitable[object]]
+"""One process that serves requests: returns once an order is done. One that has ended answers None."""
 
 
 class Control:
@@ -82,7 +93,7 @@ class Control:
     async def pause(self, mode: PauseMode) -> None:
         """Submit nothing; end what is under way (`abort`), wait for it (`wait`) or let it go on (`keep`)."""
         self.paused = True
-        await asyncio.gather(*(each.pause(abort=mode == "abort") for each in self._processes))
+        await self._all(Pause(mode == "abort"))
         if mode == "wait" and not await self._idle():
             limit = f"{self._seconds:g} s (buffer.update_seconds)"
             raise HttpError(504, f"paused, but requests are still under way after {limit}")
@@ -90,7 +101,7 @@ class Control:
     async def resume(self) -> None:
         """Submit what waited, and what comes."""
         self.paused = False
-        await asyncio.gather(*(each.resume() for each in self._processes))
+        await self._all(Resume())
 
     async def is_paused(self) -> bool:
         """Return whether requests wait for `resume`."""
@@ -160,13 +171,12 @@ class Control:
             await self._tell_of_adapters()
 
     async def _tell_of_adapters(self) -> None:
-        told = (each.loaded(self.adapter, self.loading) for each in self._processes)
-        await asyncio.gather(*told)
+        await self._all(Loaded(self.adapter, self.loading))
 
     async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""
         if mode == "abort":
-            await asyncio.gather(*(each.abort() for each in self._processes))
+            await self._all(Abort())
         await self._prevented(self._buffer.client.sleep(self._seconds, level=level))
 
     async def wake(self, tags: Sequence[SleepTag]) -> None:
@@ -192,15 +202,19 @@ class Control:
     async def counts(self) -> dict[str, int]:
         """Return the sums over all processes, and what the buffer has counted of turns."""
         total: Counter[str] = Counter()
-        for counts in await asyncio.gather(*(each.counts() for each in self._processes)):
-            total.update(counts)
+        for counts in await self._all(Counts()):
+            total.update(cast("dict[str, int] | None", counts) or {})
         with contextlib.suppress(SeerError):  # a buffer that is away
             counters = (await self._buffer.fresh_status()).counters
             total.update({name: counters[name] for name in TURNS if name in counters})
         return dict(total)
 
     async def _idle(self) -> bool:
-        return all(await asyncio.gather(*(each.idle(self._seconds) for each in self._processes)))
+        return False not in await self._all(Idle(self._seconds))
+
+    async def _all(self, order: Order) -> list[object]:
+        """Have all processes do something; return their answers."""
+        return await asyncio.gather(*(each(order) for each in self._processes))
 
     async def instances(self) -> int:
         """Return how many engines there are. Raises a 503 while there is none."""

@@ -26,9 +26,8 @@ from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.gateway.buffer_client import BufferClient
-from seer.gateway.control import Control
+from seer.gateway.control import Control, Idle, Loaded, Order, Resume
 from seer.gateway.control_routes import ControlRoutes
-from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link, LinkLost
 from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.worker import CALL_SECONDS
@@ -44,36 +43,16 @@ _log = get_logger()
 
 
 class RemoteProcess:
-    """A process that serves, behind `control.Process`. An ended process has done all that is asked."""
+    """A process that serves, as a `control.Process`. An ended process has done all that is asked."""
 
     def __init__(self, link: Link, process: asyncio.subprocess.Process) -> None:
         self._link = link
         self._process = process
 
-    async def pause(self, *, abort: bool) -> None:
-        """See `Process.pause`."""
-        await self._call("pause", abort)
-
-    async def abort(self) -> None:
-        """See `Process.abort`."""
-        await self._call("abort")
-
-    async def idle(self, seconds: float) -> bool:
-        """See `Process.idle`."""
-        return await self._call("idle", seconds, seconds=seconds + CALL_SECONDS) is not False
-
-    async def resume(self) -> None:
-        """See `Process.resume`."""
-        await self._call("resume")
-
-    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
-        """See `Process.loaded`."""
-        await self._call("loaded", to_builtins(adapter), to_builtins(loading))
-
-    async def counts(self) -> dict[str, int]:
-        """See `Process.counts`."""
-        counts = await self._call("counts")
-        return counts if isinstance(counts, dict) else {}
+    async def __call__(self, order: Order) -> object:
+        """Have it do what is asked; return the answer."""
+        seconds = CALL_SECONDS + (order.seconds if isinstance(order, Idle) else 0.0)
+        return await self._call("order", to_builtins(order), seconds=seconds)
 
     async def drain(self) -> None:
         """Have it accept no more connections."""
@@ -212,9 +191,9 @@ class WorkerSupervisor:
     ) -> None:
         await admitted.wait()
         self._serving.add(remote)
-        await remote.loaded(self._control.adapter, self._control.loading)
+        await remote(Loaded(self._control.adapter, self._control.loading))
         if not self._control.paused:
-            await remote.resume()
+            await remote(Resume())
         if self._draining:
             await remote.drain()
         if not ready.done():

@@ -1,43 +1,34 @@
-"""The requests of this process, and the models that they may name, as `control.Process`."""
+"""The requests of this process, and the models that they may name, as a `control.Process`."""
 
 from __future__ import annotations
 
-from seer.gateway.models import Adapter, Models
+from seer.gateway.control import Abort, Counts, Idle, Loaded, Order, Pause, Resume
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 
 
 class ThisProcess:
-    """See `control.Process` for the calls."""
+    """Obeys the orders of `Control`."""
 
     def __init__(self, requests: OpenRequests, models: Models) -> None:
         self._requests = requests
         self._models = models
 
-    async def pause(self, *, abort: bool) -> None:
-        """See `OpenRequests.pause`."""
-        self._requests.pause(abort=abort)
-
-    async def abort(self) -> None:
-        """See `OpenRequests.abort`."""
-        self._requests.abort()
-
-    async def idle(self, seconds: float) -> bool:
-        """See `OpenRequests.idle`."""
-        return await self._requests.idle(seconds)
-
-    async def resume(self) -> None:
-        """See `OpenRequests.resume`."""
-        self._requests.resume()
-
-    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
-        """See `Models.loaded`."""
-        self._models.loaded(adapter, loading)
-
-    async def counts(self) -> dict[str, int]:
-        """Return the counters, and what is there now: `processes`, `open_requests`, `under_way`."""
-        now = {
-            "processes": 1,
-            "open_requests": self._requests.open_requests,
-            "under_way": self._requests.under_way,
-        }
-        return {**self._requests.counters, **now}
+    async def __call__(self, order: Order) -> object:
+        """Do what is asked; return the answer."""
+        requests = self._requests
+        match order:
+            case Pause():
+                requests.pause(abort=order.abort)
+            case Abort():
+                requests.abort()
+            case Idle():
+                return await requests.idle(order.seconds)
+            case Resume():
+                requests.resume()
+            case Loaded():
+                self._models.loaded(order.adapter, order.loading)
+            case Counts():
+                now = {"open_requests": requests.open_requests, "under_way": requests.under_way}
+                return {**requests.counters, "processes": 1, **now}
+        return None

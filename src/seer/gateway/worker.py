@@ -22,8 +22,8 @@ from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import configure, get_logger
 from seer.common.process.service import transport_of
+from seer.gateway.control import Order
 from seer.gateway.http import body_of
-from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both
@@ -62,20 +62,9 @@ class Worker:
 
     async def serve(self, name: str, arguments: list[object]) -> object:
         """Do what the process that started this one calls for."""
-        process = self.serving.process
         match name, arguments:
-            case "pause", [bool() as abort]:
-                await process.pause(abort=abort)
-            case "abort", []:
-                await process.abort()
-            case "idle", [float() | int() as seconds]:
-                return await process.idle(seconds)
-            case "resume", []:
-                await process.resume()
-            case "loaded", [adapter, loading]:
-                await process.loaded(*msgspec.convert([adapter, loading], list[Adapter | None]))
-            case "counts", []:
-                return await process.counts()
+            case "order", [order]:
+                return await self.serving.process(msgspec.convert(order, Order))  # type: ignore[arg-type]
             case "drain", []:
                 self.serving.drain()
             case _:
