@@ -37,6 +37,7 @@ from seer.common.process.log import configure
 from seer.common.types import Capacity
 from seer.gateway import serving
 from seer.gateway.buffer_client import BufferClient, Outcome
+from seer.gateway.control_routes import ControlRoutes
 from seer.gateway.request_bodies import REFUSED
 from seer.gateway.responses_body import REFUSED as UNKEPT
 from seer.gateway.serving import Serving
@@ -270,7 +271,7 @@ async def application(config: Config, buffer: type[BufferClient]) -> AsyncIterat
     real, serving.BufferClient = serving.BufferClient, buffer  # type: ignore[misc]
     try:
         served = Serving(config, MemoryTransport(MemoryNetwork()))
-        served.load(Control(), {})  # type: ignore[arg-type]
+        served.load(ControlRoutes(config, Control()).handle, {})
     finally:
         serving._app, serving.BufferClient = make, real  # type: ignore[misc]
     with contextlib.closing(served._jobs):
