@@ -42,11 +42,12 @@ class ControlRelay:
     def __init__(self, link: Link, config: Config) -> None:
         self._link = link
         self._seconds = config.buffer.update_seconds + CALL_SECONDS
+        self._most = min(config.gateway.max_body_bytes, CONTROL_BYTES)
         self._body_seconds = config.gateway.client_seconds
 
     async def handle(self, request: Request) -> Response:
         """Answer a request of one of `control_routes.HANDLERS`."""
-        body = (await body_of(request, CONTROL_BYTES, self._body_seconds)).decode("latin-1")
+        body = (await body_of(request, self._most, self._body_seconds)).decode("latin-1")
         asked = request.method, request.url.path, request.url.query, body
         kind, told = await self._link.call("control", *asked, seconds=self._seconds)
         return Response(told, media_type=kind)
