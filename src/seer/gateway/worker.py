@@ -65,7 +65,7 @@ class Worker:
         """Do what the process that started this one calls for."""
         match name, arguments:
             case "order", [order]:
-                return await self.serving.process(msgspec.convert(order, Order))  # type: ignore[arg-type]
+                return await self.serving.process(msgspec.convert(order, Order))
             case "drain", []:
                 self.serving.drain()
             case _:
