@@ -37,6 +37,9 @@ SAMPLE_SECONDS, STATUS_SECONDS = 5.0, 1.0
 LAG_WINDOW_SECONDS = 60.0
 """A buffer tells its largest lag within so long."""
 
+IMAGE_BYTES = 2**26
+"""Bound on images in a buffer's folder and in an engine's memory: soon reached, so that what grows on is seen."""
+
 LONG_STOPS = 0.05
 """Share of the stops that last past silence and heartbeats."""
 
@@ -83,15 +86,15 @@ class Long:
         self._pace = REPLAY if model is None else REAL
         self._bound = BOUND_SECONDS if model is None else REAL_BOUND_SECONDS
         config = quick("replay" if model is None else "vllm")
+        engine = replace(config.engine, image_bytes=IMAGE_BYTES)
+        if model is not None:
+            engine = replace(engine, max_num_seqs=64, max_model_len=512)
+            config = replace(config, pool=replace(config.pool, kind="mooncake", dram_gib=0.2))
+        config = replace(config, engine=engine)
         self.system = System(config, model=model, tcp=model is None, trainers=(*TRAINERS, OBSERVER))
         at = {name: str(self.system.folder / name) for name in ("log", "spool", "images")}
-        config = replace(
-            self.system.config, buffer=replace(self.system.config.buffer, image_bytes=2**26, **at)
-        )
-        if model is not None:
-            engine = replace(config.engine, max_num_seqs=64, max_model_len=512)
-            config = replace(config, engine=engine, pool=replace(config.pool, kind="mooncake", dram_gib=0.2))
-        self.system.config = config
+        buffer = replace(self.system.config.buffer, image_bytes=IMAGE_BYTES, **at)
+        self.system.config = replace(self.system.config, buffer=buffer)
         self.seen = Seen(Outcome(seed))
         self._version, self._began = 0, 0.0
         self._killed: dict[str, float] = {}
