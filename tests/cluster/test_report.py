@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 import msgspec
 import pytest
 from cluster_harness import PROMPTS, folder, running
+from log_spans import agreed
 from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
 
 from seer.client import SamplingParams
@@ -43,7 +44,7 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
         await cluster.start("e0")
         groups = await work
         counters = dict(machine.counters)
-    timeline = read_timeline(tmp_path / "log")
+    timeline, _, _ = agreed(tmp_path / "log")
     view = RolloutView(timeline, choose_rollout(timeline))
     chunks = view.rollout.chunks
     assert len(chunks) == counters["chunks"] == sum(group.chunks for group in groups)
@@ -80,7 +81,7 @@ async def test_what_is_possible_is_what_the_buffer_tells_and_lost_chunks_are_par
         await asyncio.sleep(0.8 * whole.seconds)
         await cluster.kill("e1")
         killed = await killing
-    timeline = read_timeline(tmp_path / "log")
+    timeline, _, _ = agreed(tmp_path / "log")
     for told in (whole, killed):
         view = RolloutView(timeline, choose_rollout(timeline, told.rollout_id))
         assert view.lost.possible == pytest.approx(told.efficiency, abs=0.02)
@@ -103,7 +104,7 @@ async def test_tokens_of_streams_are_counted_once_whatever_dies(tmp_path, monkey
         await cluster.kill("e0")
         groups = [await each.result() for each in asked]
         counters = dict(machine.counters)
-    timeline = read_timeline(tmp_path / "log")
+    timeline, _, _ = agreed(tmp_path / "log")
     assert len(log_folder.segments(tmp_path / "log")) > 3
     (found,) = timeline.rollouts
     assert sum(chunk.tokens for chunk in found.chunks) == counters["tokens"]
@@ -200,7 +201,7 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
         await cluster.start("buffer")
         groups = await work
         counters = cluster.services["buffer"].machine.counters
-    timeline = read_timeline(tmp_path / "log")
+    timeline, _, _ = agreed(tmp_path / "log")
     assert [(each.rollout_id, len(each.responses)) for each in timeline.rollouts] == [("r0", 16), ("r1", 16)]
     texts = [each.text.partition(";")[0] for each in timeline.spans]
     assert texts == ["weights 1", "engines asleep", "buffer lost"]
@@ -244,7 +245,7 @@ async def test_trajectories_have_a_line_each_whatever_turns_were_taken_again(tmp
         async with cluster.client(name="trainer") as client:
             found = await roll(client)
         counters = dict(cluster.services["buffer"].machine.counters)
-    timeline = read_timeline(tmp_path / "log")
+    timeline, _, _ = agreed(tmp_path / "log")
     view = RolloutView(timeline, choose_rollout(timeline, "agents"))
     assert len(timeline.rollouts) == 1
     lengths = {f"{each.prompt_id}#{each.index}": int(each.loss_mask.sum()) for each in found}

@@ -68,6 +68,8 @@ NEED_EXTRA = {
     "seer.gateway.http": "starlette",
     "seer.observe.exporter": "prometheus_client",
     "seer.observe.metrics": "prometheus_client",
+    "seer.spans.collector": "requests",
+    "seer.spans.service": "requests",
     "seer.gateway.server": "starlette",
     "seer.gateway.metrics": "prometheus_client",
     "seer.gateway.serving": "uvicorn",

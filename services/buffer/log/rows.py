@@ -124,15 +124,20 @@ def read(path: Path, wanted: Callable[[bytes], bool] = lambda _: True) -> tuple[
     Raises `LogError` if it is not a log of a buffer.
     """
     lines = _lines(path)
-    first = next(lines, b"")
+    header = read_header(path, next(lines, b""))
+    return header, (read_line(path, number, each) for number, each in enumerate(lines, 2) if wanted(each))
+
+
+def read_header(path: Path, text: bytes) -> Header:
+    """Return what the first line of a file says. Raises `LogError` if the file is not a log of a buffer."""
     try:
-        header = _header.decode(first)
+        header = _header.decode(text)
     except NOT_DECODED as error:
         raise LogError(f"{path}: is not a log of a buffer: {error}") from None
     if header.format != FORMAT:
         written = f"has format {header.format} of version {header.version or '?'}"
         raise LogError(f"{path}: {written}, this one reads {FORMAT}: read it with the version that wrote it")
-    return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2) if wanted(each))
+    return header
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -143,7 +148,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield each
 
 
-def _decoded(path: Path, number: int, text: bytes) -> Line:
+def read_line(path: Path, number: int, text: bytes) -> Line:
+    """Return what another line of a file says. Raises `LogError`, which names file and line."""
     try:
         return _line.decode(text)
     except NOT_DECODED as error:

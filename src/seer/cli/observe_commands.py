@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from pathlib import Path
 
@@ -89,4 +90,37 @@ def trace(wanted: str, log: Path | None) -> None:
     click.echo(told(log or log_of_running(), wanted))
 
 
-COMMANDS = (exporter, top, trace)
+@click.command()
+@click.argument("log", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--otlp", default="", metavar="URL",
+    help="The collector, for OTLP over HTTP.  [default: OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318]",
+)  # fmt: skip
+@click.option("--once", is_flag=True, help="Send what the log has, and end.")
+@click.option(
+    "--oldest", type=click.FloatRange(min=0), metavar="SECONDS",
+    help="Drop spans that ended longer ago.  [default: 600, with --once none]",
+)  # fmt: skip
+@click.option("--ready-fd", type=int, hidden=True)
+@CONFIG
+def spans(
+    log: Path | None, otlp: str, once: bool, oldest: float | None, ready_fd: int | None, **options: object
+) -> None:
+    """Follow a buffer's LOG, and send rollouts, groups, requests, chunks and updates as OpenTelemetry spans.
+
+    LOG is a folder of `buffer.log`, or a file; without it, that of the system that runs on this machine.
+    """
+    from seer.common.errors import ConfigError
+    from seer.common.process.service import run_process
+
+    try:
+        from seer.spans.service import SpanService
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"seer spans needs an extra, 'seer-rollout[spans]': {error}") from error
+    if oldest is None:
+        oldest = math.inf if once else 600.0
+    make = functools.partial(SpanService, log=log or log_of_running(), otlp=otlp, oldest=oldest, once=once)
+    sys.exit(run_process("spans", make, config_of(options), ready_fd))
+
+
+COMMANDS = (exporter, top, trace, spans)

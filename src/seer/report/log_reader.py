@@ -166,7 +166,7 @@ class LogReader:
                     self._left(name, died=died)
             case FromTrainer(trainer, wire.UpdateWeights(version=version, call_id=ask)):
                 now = self.timeline.end
-                span = Span(now, now, f"weights {version}")
+                span = Span(now, now, f"weights {version}", version=version)
                 self._updates[trainer, ask] = span
                 self.timeline.spans.append(span)
 
@@ -333,8 +333,10 @@ class LogReader:
         if not self._keeps(chunk, result):
             self._close(result.request_id, End.FAILED)
             return
-        self._close(result.request_id, End.KEPT)
         chunk.preemptions = result.preemptions
+        if len(result.verified) == 2:
+            chunk.drafted, chunk.accepted = result.verified
+        self._close(result.request_id, End.KEPT)
         response, most = chunk.response, chunk.response.max_tokens
         response.finish = result.finish or ("length" if most and response.generated == most else "")
         if response.finish:

@@ -78,7 +78,7 @@ class Chunk:
     """One placement: from its dispatch to its end. `slot` counts the chunks beside it on its engine.
 
     `context` counts the prompt's tokens and the output before it, `blocks` the KV that is booked for it.
-    `moved`: the chunk before it ran on another engine.
+    `moved`: the chunk before it ran on another engine. Of `drafted` tokens `accepted` were; 0 while it runs.
     """
 
     response: Response
@@ -93,6 +93,8 @@ class Chunk:
     how: End = End.RUNNING
     tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def seconds(self) -> float:
@@ -131,12 +133,13 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A weight update, engines asleep, or no buffer, which counts as `failed`: those are drawn red."""
+    """A weight update, to `version`, engines asleep, or no buffer, which counts as `failed`: drawn red."""
 
     start: float
     end: float
     text: str
     failed: bool = False
+    version: int = -1
 
 
 @dataclass(slots=True, eq=False)

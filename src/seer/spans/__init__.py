@@ -1,0 +1,1 @@
+"""`seer spans`: what a buffer's log says as spans of OpenTelemetry."""
