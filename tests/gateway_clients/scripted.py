@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from seer.client import Delta, Group, Response
 from seer.common.config import Config, GatewayConfig, SharedConfig
 from seer.common.types import Capacity
-from seer.gateway.buffer_client import Outcome
+from seer.gateway.buffer_client import Outcome, Question
 
 TEMPLATE = """{{ tools | tojson if tools }}{% for m in messages %}
 {{ m.role }}: {{ m.content or "" }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}
@@ -70,19 +70,17 @@ class Scripted(Replayed):
     def capacities(self) -> list[Capacity]:
         return [Capacity(kv_blocks=2**20, block_size=16, max_num_seqs=8, max_model_len=2**20)]
 
-    async def generate(
-        self, prompts: Any, *, n: int, sampling: Any, seed: int, sink: Any = None, **_: Any
-    ) -> Outcome:
+    async def generate(self, prompts: Any, asks: Question, sink: Any = None) -> Outcome:
         outcome = Outcome()
         for place, ids in prompts.items():
             text = next_text(self.tokenizer.decode(ids))
-            if sampling.structured_outputs is not None:  # calls are demanded, as JSON
+            if asks.sampling.structured_outputs is not None:  # calls are demanded, as JSON
                 call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
                 text = json.dumps([{"name": call["name"], "parameters": call["arguments"]}])
             said = self.tokenizer.encode(text + END)
             tokens = np.array(said, np.int32)
             logprobs = -np.ones(len(tokens), np.float32)
-            responses = tuple(Response(each, tokens, logprobs, None, "stop", "") for each in range(n))
+            responses = tuple(Response(each, tokens, logprobs, None, "stop", "") for each in range(asks.n))
             outcome.groups[place] = Group("p", ids, {}, 1, "", responses, 1, 0, 0)
             if sink is not None:
                 for start in range(0, len(tokens) - PIECE, PIECE):

@@ -36,7 +36,7 @@ from seer.common.config import Config, GatewayConfig, LogConfig, SharedConfig
 from seer.common.process.log import configure
 from seer.common.types import Capacity
 from seer.gateway import serving
-from seer.gateway.buffer_client import BufferClient, Outcome
+from seer.gateway.buffer_client import BufferClient, Outcome, Question
 from seer.gateway.control_routes import ControlRoutes
 from seer.gateway.request_bodies import REFUSED
 from seer.gateway.responses_body import REFUSED as UNKEPT
@@ -216,9 +216,8 @@ class Replayed(BufferClient):
     def max_model_len(self) -> int | None:
         return 4096
 
-    async def generate(
-        self, prompts: Any, *, n: int, sampling: Any, seed: int, sink: Any = None, **_: Any
-    ) -> Outcome:
+    async def generate(self, prompts: Any, asks: Question, sink: Any = None) -> Outcome:
+        n, sampling, seed = asks.n, asks.sampling, asks.seed
         msgspec.msgpack.encode((n, sampling, seed, [[place.group, place.first_index] for place in prompts]))
         outcome = Outcome()
         for place, ids in prompts.items():

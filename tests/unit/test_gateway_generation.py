@@ -15,6 +15,7 @@ from starlette.requests import Request
 from seer.client import Group, Response, SamplingParams
 from seer.client.prompts import check_id
 from seer.gateway.answers import Choice, Style, completion_answer
+from seer.gateway.buffer_client import Question
 from seer.gateway.errors import HttpError
 from seer.gateway.generation import Asked, Generation
 from seer.gateway.group_names import Place
@@ -31,11 +32,11 @@ class Requests:
 
     session: object = None
 
-    async def run(self, prompts: Mapping[Place, Any], **given: object) -> dict[Place, Group]:
-        self.session = given["session"]
+    async def run(self, prompts: Mapping[Place, Any], asks: Question) -> dict[Place, Group]:
+        self.session = asks.session
         return {place: self._group(ids) for place, ids in reversed(prompts.items())}
 
-    async def stream(self, prompts: Mapping[Place, Any], **_: object) -> AsyncIterator[tuple[Place, Group]]:
+    async def stream(self, prompts: Mapping[Place, Any], _: Question) -> AsyncIterator[tuple[Place, Group]]:
         for place, ids in prompts.items():
             yield place, self._group(ids)
 

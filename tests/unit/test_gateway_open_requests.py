@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
 
-from seer.client import BufferLost, Delta, Group, Placed, Response, RolloutFailed
+from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
 from seer.common.config import BufferConfig, Config, GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
-from seer.gateway.buffer_client import Outcome, Sink
+from seer.gateway.buffer_client import Outcome, Question, Sink
 from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
@@ -23,6 +23,7 @@ from seer.gateway.open_requests import OpenRequests
 from seer.gateway.this_process import ThisProcess
 
 SAMPLING = SamplingParams(max_tokens=10)
+ASKS = Question(1, SAMPLING, 3)
 DELTA = Delta(0, np.array([5], np.int32), np.zeros(1, np.float32))
 CAPACITY = Capacity(kv_blocks=4, block_size=16, max_num_seqs=8, max_model_len=40)
 
@@ -61,18 +62,10 @@ class FakeBuffer:
         return [CAPACITY]
 
     async def generate(
-        self,
-        prompts: Mapping[str, Sequence[int]],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        sink: Sink | None = None,
-        session: str | None = None,
-        images: Sequence[Placed] = (),
+        self, prompts: Mapping[str, Sequence[int]], asks: Question, sink: Sink | None = None
     ) -> Outcome:
-        self.asked.append((list(prompts), sampling, seed))
-        self.sessions.append(session)
+        self.asked.append((list(prompts), asks.sampling, asks.seed))
+        self.sessions.append(asks.session)
         ends, version = self._ends, self.version
         try:
             for name in prompts:
@@ -128,7 +121,7 @@ def ask(
     requests: OpenRequests, *names: str, prompt: Sequence[int] = (1, 2)
 ) -> asyncio.Task[dict[str, Group]]:
     prompts = dict.fromkeys(names or ("a",), prompt)
-    return asyncio.create_task(requests.run(prompts, n=1, sampling=SAMPLING, seed=3))
+    return asyncio.create_task(requests.run(prompts, ASKS))
 
 
 async def status_of(task: asyncio.Task[dict[str, Group]]) -> int:
@@ -141,7 +134,7 @@ async def test_the_buffer_is_told_of_sessions() -> None:
     buffer = FakeBuffer(seconds=1.0)
     requests = desk_of(buffer)
     for session in ("", "s"):
-        await requests.run({"a": [1]}, n=1, sampling=SAMPLING, seed=3, session=session)  # type: ignore[dict-item]
+        await requests.run({"a": [1]}, Question(1, SAMPLING, 3, session))  # type: ignore[dict-item]
     await ask(requests)
     assert buffer.sessions == ["", "s", None]
 
@@ -150,13 +143,13 @@ async def test_max_tokens_is_lowered_to_what_fits() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
     prompts = {"short": [1] * 5, "long": [1] * 35, "longer": [1] * 38}
-    await requests.run(prompts, n=1, sampling=SAMPLING, seed=0)
+    await requests.run(prompts, ASKS)
     limits = {name: sampling.max_tokens for names, sampling, _ in buffer.asked for name in names}
     assert limits == {"short": 10, "long": 5, "longer": 2}
     assert await status_of(ask(requests, prompt=[1] * 40)) == 400
     floor = SamplingParams(max_tokens=10, min_tokens=6)
     with pytest.raises(HttpError, match="min_tokens = 6: must not exceed"):
-        await requests.run({"long": [1] * 35}, n=1, sampling=floor, seed=None)
+        await requests.run({"long": [1] * 35}, Question(1, floor, 0))
 
 
 async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_away() -> None:
@@ -242,7 +235,7 @@ async def test_a_gateway_that_stops_answers_what_waits() -> None:
 
 
 def stream(requests: OpenRequests, *names: str) -> AsyncGenerator[tuple[str, Delta | Group]]:
-    return requests.stream(dict.fromkeys(names or ("a",), (1, 2)), n=1, sampling=SAMPLING, seed=3)
+    return requests.stream(dict.fromkeys(names or ("a",), (1, 2)), ASKS)
 
 
 async def taken(events: AsyncGenerator[tuple[str, Delta | Group]]) -> list[str]:

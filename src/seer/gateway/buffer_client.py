@@ -54,6 +54,17 @@ The group has what was not handed over of its responses, and at least their ends
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of all prompts alike. With a `session`, or with `images`, there is one prompt."""
+
+    n: int
+    sampling: SamplingParams
+    seed: int
+    session: str | None = None
+    images: Sequence[Placed] = ()
+
+
 @dataclass
 class Outcome:
     """What came of prompts, by their places. A weight update ended the prompts that are not in `groups`, and
@@ -121,27 +132,21 @@ class BufferClient:
     async def generate(
         self,
         prompts: Mapping[Place, Tokens],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
+        asks: Question,
         sink: Sink | None = None,
-        session: str | None = None,
-        images: Sequence[Placed] = (),
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        `session`: the session of the one prompt, which may go on from an earlier prompt; `images`: all images
-        of the prompt. If the call is cancelled, so are the prompts in the buffer.
+        If the call is cancelled, so are the prompts in the buffer.
         """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
         rollout = self._rollout
         asked = {
             place: rollout.submit(
-                Prompt(f"{next(self._numbers)}", token_ids=ids, images=images), n=n, sampling=sampling,
-                seed=seed, weight_version=-1, group=place.group, first_index=place.first_index,
-                stream=sink is not None, session=session,
+                Prompt(f"{next(self._numbers)}", token_ids=ids, images=asks.images), n=asks.n,
+                sampling=asks.sampling, seed=asks.seed, weight_version=-1, group=place.group,
+                first_index=place.first_index, stream=sink is not None, session=asks.session,
             )
             for place, ids in prompts.items()
         }  # fmt: skip

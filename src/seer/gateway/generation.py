@@ -23,6 +23,7 @@ from seer.client import Delta, Group, Placed, Response, SamplingParams
 from seer.client.text import ended_by_id
 from seer.common.wire import Tokens
 from seer.gateway.answers import Choice, Json
+from seer.gateway.buffer_client import Question
 from seer.gateway.group_names import (
     MAX_NAME_BYTES,
     GroupNames,
@@ -84,12 +85,8 @@ class Generation:
         self, request: Request, asked: Asked, body: Callable[[list[Choice]], Json]
     ) -> HttpResponse:
         """Return the answer whose body `body` makes of all choices, in order."""
-        places, prompts, seed = self._places(request, asked)
-        session = _session(request, asked)
-        work = self._requests.run(
-            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session, images=asked.images
-        )
-        groups = await unless_gone(request, work)
+        places, prompts, asks = self._places(request, asked)
+        groups = await unless_gone(request, self._requests.run(prompts, asks))
         for group in groups.values():
             self._models.check_version(asked.adapter, group.weight_version)
 
@@ -107,16 +104,12 @@ class Generation:
         self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
     ) -> AsyncGenerator[bytes]:
         """Yield the parts of a stream as its tokens come. Close a stream that is not read to its end."""
-        places, prompts, seed = self._places(request, asked)
+        places, prompts, asks = self._places(request, asked)
         # A seed gives equal prompts one place: they are generated once, and shown as the choices of each.
         choices: dict[Place, list[int]] = {}
         for position, place in enumerate(places):
             choices.setdefault(place, []).append(position * asked.n)
-        events = self._requests.stream(
-            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=_session(request, asked),
-            images=asked.images,
-        )  # fmt: skip
-        async with contextlib.aclosing(events):
+        async with contextlib.aclosing(self._requests.stream(prompts, asks)) as events:
             async for place, what in events:
                 if isinstance(what, Group):
                     self._models.check_version(asked.adapter, what.weight_version)
@@ -146,8 +139,8 @@ class Generation:
             prompt, asked.sampling, skip_special=asked.skip_special, whole=asked.with_stop
         )
 
-    def _places(self, request: Request, asked: Asked) -> tuple[list[Place], dict[Place, Tokens], int]:
-        """Return each prompt's place, the prompts by place, and the seed of all.
+    def _places(self, request: Request, asked: Asked) -> tuple[list[Place], dict[Place, Tokens], Question]:
+        """Return each prompt's place, the prompts by place, and what is asked of all.
 
         Raises `HttpError` for the headers of a group.
         """
@@ -161,7 +154,8 @@ class Generation:
         else:
             request_id = headers.get("idempotency-key") or headers.get("x-request-id") or ""
             places = self._names.places(hashes, seed, request_id)
-        return places, dict(zip(places, prompts, strict=True)), seed or 0
+        asks = Question(asked.n, asked.sampling, seed or 0, _session(request, asked), asked.images)
+        return places, dict(zip(places, prompts, strict=True)), asks
 
     def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
         token_ids, reason, text = response.token_ids.tolist(), response.stop_reason, ""

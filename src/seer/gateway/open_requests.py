@@ -17,15 +17,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from seer.client import Delta, Group, Placed, SamplingParams
+from seer.client import Delta, Group
 from seer.common.errors import SeerError
 from seer.common.wire import Tokens
-from seer.gateway.buffer_client import BufferClient, Sink
+from seer.gateway.buffer_client import BufferClient, Question, Sink
 from seer.gateway.errors import HttpError, as_http, bad
 from seer.gateway.group_names import Place
 
@@ -39,23 +39,18 @@ sent when an update ended them."""
 
 STOPPING = "the gateway stops: send it to another"
 
-Plan = tuple[SamplingParams, Mapping[Place, Tokens]]
-"""How prompts are sampled, and their token ids by place."""
+Plan = tuple[Question, Mapping[Place, Tokens]]
+"""What is asked of prompts, and their token ids by place."""
 
 
 @dataclass(eq=False, slots=True)
 class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
-    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `session` and
-    `images` are of its one prompt.
+    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something.
     """
 
-    n: int
-    seed: int
     sink: Sink | None = None
-    session: str | None = None
-    images: Sequence[Placed] = ()
     begun: set[Place] = field(default_factory=set)
     groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
@@ -92,28 +87,19 @@ class OpenRequests:
     # --- requests ------------------------------------------------------------------------
 
     async def run(
-        self,
-        prompts: Mapping[Place, Tokens],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        sink: Sink | None = None,
-        session: str | None = None,
-        images: Sequence[Placed] = (),
+        self, prompts: Mapping[Place, Tokens], asks: Question, sink: Sink | None = None
     ) -> dict[Place, Group]:
         """Return a group for each prompt, given by its place; `max_tokens` is lowered to what fits.
 
-        `sink` gets tokens and groups as they come. With a `session`, there is one prompt and n is 1: it may
-        go on from an earlier one of that session. With `images`, there is one prompt. Raises
-        `HttpError`. If the caller is cancelled, so are the prompts.
+        `sink` gets tokens and groups as they come. With a session n is 1. Raises `HttpError`. If the caller
+        is cancelled, so are the prompts.
         """
         if self._closed:
             raise HttpError(503, STOPPING)
         if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
-        plans = self._plans(prompts, sampling, images)
-        request = _OpenRequest(n, seed, sink, session, images)
+        plans = self._plans(prompts, asks)
+        request = _OpenRequest(sink)
         self._requests.add(request)
         try:
             return await self._result(request, plans)
@@ -121,14 +107,7 @@ class OpenRequests:
             self._requests.discard(request)
 
     async def stream(
-        self,
-        prompts: Mapping[Place, Tokens],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        session: str | None = None,
-        images: Sequence[Placed] = (),
+        self, prompts: Mapping[Place, Tokens], asks: Question
     ) -> AsyncGenerator[tuple[Place, Delta | Group]]:
         """Yield what `run` returns as it comes, by place: tokens of a prompt's responses, then its group.
 
@@ -142,9 +121,7 @@ class OpenRequests:
         async def work() -> None:
             end = None
             try:
-                await self.run(
-                    prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session, images=images
-                )
+                await self.run(prompts, asks, hand_on)
             except Exception as error:  # noqa: BLE001 - raised below
                 end = error
             await events.put(end)
@@ -176,13 +153,11 @@ class OpenRequests:
             raise HttpError(503, aborted) from error
         return request.groups
 
-    def _plans(
-        self, prompts: Mapping[Place, Tokens], sampling: SamplingParams, images: Sequence[Placed]
-    ) -> list[Plan]:
+    def _plans(self, prompts: Mapping[Place, Tokens], asks: Question) -> list[Plan]:
         """Return prompts by their sampling: how much of `max_tokens` fits depends on the prompt."""
-        capacities = self._buffer.capacities()
+        capacities, sampling = self._buffer.capacities(), asks.sampling
         largest, most = (
-            max((each.length for each in images), default=0),
+            max((each.length for each in asks.images), default=0),
             max(each.image_tokens for each in capacities),
         )
         if largest > most:
@@ -202,7 +177,10 @@ class OpenRequests:
                 raise bad(
                     "min_tokens", sampling.min_tokens, f"must not exceed max_tokens, of which {limit} fit"
                 )
-        return [(replace(sampling, max_tokens=limit), ids) for limit, ids in limits.items()]
+        return [
+            (replace(asks, sampling=structs.replace(sampling, max_tokens=limit)), ids)
+            for limit, ids in limits.items()
+        ]
 
     async def _all(self, request: _OpenRequest, plans: Sequence[Plan]) -> None:
         try:
@@ -220,22 +198,14 @@ class OpenRequests:
             raise (as_http(first) if isinstance(first, SeerError) else first) from several
 
     async def _until_done(self, request: _OpenRequest, plan: Plan) -> None:
-        sampling, left = plan
+        asks, left = plan
         while left:
             await self._open.wait()
             if self._closed:
                 raise HttpError(503, STOPPING)
             self._enter(request, 1)
             try:
-                outcome = await self._buffer.generate(
-                    left,
-                    n=request.n,
-                    sampling=sampling,
-                    seed=request.seed,
-                    sink=request.sink and request.hand_on,
-                    session=request.session,
-                    images=request.images,
-                )
+                outcome = await self._buffer.generate(left, asks, request.sink and request.hand_on)
             finally:
                 self._enter(request, -1)
             request.groups.update(outcome.groups)
