@@ -18,7 +18,7 @@ KEPT = (
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\.conductor\.refusals\.",  # bounded: some ids of some reasons, until they are logged
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
-    r"^BufferServer\._statistics\.(\w+_seconds|response_tokens|lost|finished)",  # buckets
+    r"^BufferServer\._statistics\.(\w+_seconds|response_tokens|pace|ends|lost|finished)",  # buckets, sums
     r"^BufferServer\._statistics\.running\._engines\[\]\.reports",  # the last six of each engine
     r"^BufferServer\._desk\._(lag|survey)",  # the last minute's lags; ten requests, as the last answer had them
     r"^DgdsServer\.store\._(groups|newest)",  # for their time to live
