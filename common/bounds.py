@@ -49,9 +49,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         for name, within, whole in _numbers(type(self)):
             value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
+            several = value if isinstance(value, tuple) else (value,)
+            named = value.items() if isinstance(value, dict) else ((None, each) for each in several)
+            for key, each in named:
                 if each is not None and (fix := within.refusal(each, whole)):
-                    raise ConfigError(f"{self.title}.{name} = {each!r}: {fix}")
+                    full = name if key is None else f"{name}.{key}"
+                    raise ConfigError(f"{self.title}.{full} = {each!r}: {fix}")
 
 
 @functools.cache
@@ -69,7 +72,7 @@ def numbers(kind: Any, within: Within | None = None) -> Iterator[tuple[type, Wit
     if get_origin(kind) is Annotated:
         inner, *notes = get_args(kind)
         yield from numbers(inner, next((note for note in notes if isinstance(note, Within)), within))
-    elif get_origin(kind) in (Union, types.UnionType, tuple):
+    elif get_origin(kind) in (Union, types.UnionType, tuple, dict):
         for each in get_args(kind):
             yield from numbers(each, within)
     elif kind in (int, float):

@@ -94,6 +94,9 @@ class BufferConfig(Section, frozen=True):
     policy: str = "seer"
     chunk_size: Tokens | None = None
     """Most tokens of a chunk; default: a 64th of a response's `max_tokens`, but at least 256."""
+    shares: dict[str, Annotated[float, Within(0.001, 1000.0)]] = {}
+    """Weights by which trainers share the engines, by the names of their keys, or of clients without keys;
+    default: 1 each: docs/scheduling.md."""
     max_requests: Count = 200_000
     """Bound on unfinished requests."""
     engine_wait_seconds: Seconds = 600.0

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -103,10 +104,15 @@ def lines(name: str, values: Mapping[str, object]) -> list[str]:
     """Return a table's lines as TOML, its own keys before the tables in it."""
     inner = {key: value for key, value in values.items() if isinstance(value, dict)}
     own = {key: value for key, value in values.items() if key not in inner and value is not None}
-    found = [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in own.items()), ""]
+    found = [f"[{name}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in own.items()), ""]
     for key, value in inner.items():
         found += lines(f"{name}.{key}", value)
     return found
+
+
+def toml_key(key: str) -> str:
+    """Return a key as TOML has it: names of others than settings may be any text."""
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: object) -> str:

@@ -25,7 +25,7 @@ import msgspec
 
 from seer.common.errors import ProtocolMismatch, SeerError, Unauthorized, Unreachable, WireError
 from seer.common.net.identity import HELLO_FIRST, HELLO_SECONDS, Identity
-from seer.common.net.keys import User
+from seer.common.net.keys import ANYONE, User
 from seer.common.net.transport.base import Frame, Router
 from seer.common.process.log import get_logger
 from seer.common.wire import Goodbye, Hello, Message, Refused, SnapshotRequest, StatusRequest, Welcome
@@ -210,6 +210,10 @@ class Hub(Generic[Out, In]):
         """Return the number of a peer's admission, 0 while it is not admitted."""
         peer = self._peers.get(identity)
         return peer.session if peer else 0
+
+    def user(self, identity: bytes) -> User:
+        """Return whose key an admitted peer came with."""
+        return self._peers[identity].user or ANYONE
 
     def close(self) -> None:
         """Close the socket; idempotent."""

@@ -18,7 +18,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -87,6 +87,15 @@ class User(msgspec.Struct, frozen=True):
             return ""
         fix = f"name it {self.name} or {self.name}-*, or add a key {self.role}:{name}"
         return f"its key is for {self}, not for the name {name!r}: {fix}"
+
+    def share(self, name: str, shares: Collection[str]) -> str:
+        """Return by whose share a trainer of this name runs: all that come with one key for a name have one.
+
+        Others have one with those whose names begin with the same name in `shares` and a dash, or their own.
+        """
+        if self.role in NAMED and self.name != ANY_NAME:
+            return self.name
+        return max((each for each in shares if name.startswith(f"{each}-")), key=len, default=name)
 
 
 ANYONE = User(OPERATOR, "")

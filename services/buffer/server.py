@@ -75,6 +75,7 @@ class BufferServer:
             result_ttl_seconds=settings.result_ttl_seconds,
             result_tokens=result_bytes // TOKEN_BYTES,
             unfinished_tokens=unfinished_bytes // TOKEN_BYTES,
+            shares=settings.shares,
         )
         self.me = Identity(
             role="buffer",
@@ -309,10 +310,11 @@ class BufferServer:
             )
             self.conductor.refusals.add(refused)
             return refused
+        share = self._trainer_hub.user(address).share(trainer, self._config.buffer.shares)
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(
-                trainer, address, submit, part, self.store, self._kept, self._images.machine
+                trainer, address, submit, part, self.store, self._kept, self._images.machine, share
             )
             self.conductor.apply(event, Submitted(trainer, submit, part))
             for prompt_id in part:

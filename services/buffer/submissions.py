@@ -98,8 +98,12 @@ def event(
     store: Store,
     kept: KeptChunks,
     images: ImageMachine,
+    share: str = "",
 ) -> GroupsSubmitted:
-    """Return the event of a valid submission, with what `kept` and `images` have of its prompts."""
+    """Return the event of a valid submission, with what `kept` and `images` have of its prompts.
+
+    `share`: the trainer by whose share it runs.
+    """
     params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
@@ -119,7 +123,7 @@ def event(
     ]
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.submission, params_digest, address, submit.open,
+        submit.submission, params_digest, address, submit.open, share,
     )  # fmt: skip
 
 

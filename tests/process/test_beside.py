@@ -28,7 +28,7 @@ READ = {
 """Files and folders that nobody writes to."""
 
 NAMES = {
-    "buffer.policy", "drafts.source", "engine.name", "engine.backend", "engine.dtype", "engine.cpu_cores",
+    "buffer.policy", "buffer.shares", "drafts.source", "engine.name", "engine.backend", "engine.dtype", "engine.cpu_cores",
     "engine.vllm.attention_backend", "engine.vllm.cudagraph_mode", "engine.vllm.kv_cache_dtype",
     "engine.vllm.quantization", "pool.kind", "pool.protocol", "pool.device", "pool.host", "gateway.model_name",
     "gateway.on_update", "gateway.logprobs", "gateway.tool_parser", "log.format", "log.level",

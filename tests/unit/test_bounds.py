@@ -38,7 +38,12 @@ def is_list(section, name):
     return "tuple" in str(next(each.type for each in msgspec.structs.fields(section) if each.name == name))
 
 
+def is_table(section, name):
+    return "dict" in str(next(each.type for each in msgspec.structs.fields(section) if each.name == name))
+
+
 def given(section, name, value):
+    value = {"a": value} if is_table(section, name) else value
     return {name: (value,) if is_list(section, name) else value}
 
 
@@ -63,7 +68,8 @@ def test_every_number_has_bounds_and_is_refused_outside_them_by_name(section, na
     for value in outside:
         with pytest.raises(ConfigError) as refused:
             section(**given(section, name, value))
-        start = f"{section.title}.{name} = {value!r}: give a"
+        key = f"{name}.a" if is_table(section, name) else name
+        start = f"{section.title}.{key} = {value!r}: give a"
         assert str(refused.value).startswith(start)
     for value in (within.low, within.high):
         section(**given(section, name, kind(value)))

@@ -198,6 +198,21 @@ def test_what_a_key_allows():
     assert ANYONE.objection("engine", "e0") == ""
 
 
+def test_all_that_come_with_a_key_for_a_name_have_one_share():
+    run = User("trainer", "run")
+    assert {run.share(name, {}) for name in ("run", "run-3", "run-4")} == {"run"}
+    assert run.share("run-3", {"run-3": 2.0}) == "run", "a name of its own brings nothing"
+    shares = {"run": 1.0, "run-3": 2.0, "": 1.0, "host": 0.5}
+    for user in (User("trainer", "*"), User("operator", "root"), ANYONE):
+        assert user.share("run-3-x", shares) == "run-3"
+        assert [user.share(name, shares) for name in ("run", "runs", "host-7", "x")] == [
+            "run",
+            "runs",
+            "host",
+            "x",
+        ]
+
+
 def test_a_list_that_is_replaced_is_read_again_and_one_that_breaks_is_not(tmp_path):
     path = tmp_path / "peers"
     path.write_text(f"trainer:a {KEY}\n")

@@ -25,6 +25,7 @@ def test_every_attribute_is_in_a_snapshot():
     assert vars(machine).keys() - given == set(snapshot.MachineFields.__struct_fields__) - of_parts
     given = {
         "policy",
+        "now",
         "queue",
         "_chunk_size",
         "_instances",

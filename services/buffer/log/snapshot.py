@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from seer.common import ids
 from seer.common.policy.fleet import InstanceView
 from seer.common.policy.length import Estimate
+from seer.common.policy.shares import Shares
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.events import Joined
 from seer.services.buffer.requests.request_machine import RequestMachine
@@ -72,8 +73,8 @@ class State(msgspec.Struct):
     """The state of a `BufferMachine`.
 
     Groups have the id of their rollout in its place, and all their requests as `results`, which have none in
-    place of their group. `queue`: waiting requests, the longest waiting one first; `finished`: groups in the
-    order of finishing.
+    place of their group. `queue`: waiting requests by trainer, the longest waiting one first; `finished`:
+    groups in the order of finishing. `shares`: null in states of releases up to 0.4.0.
     """
 
     machine: MachineFields
@@ -91,6 +92,7 @@ class State(msgspec.Struct):
     latest: list[tuple[Key, str]] = []
     returning: dict[str, str] = {}
     places: list[tuple[Key, str]] = []
+    shares: Shares | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -129,6 +131,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         latest=list(registry.trajectories.latest.items()),
         returning=registry.trajectories.returning,
         places=list(registry.trajectories.places.items()),
+        shares=requests.scheduler.queue.shares,
     )
     return _encoder.encode(state)
 
@@ -168,6 +171,8 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)
+    if state.shares is not None:
+        empty.scheduler.queue.shares = state.shares
     for request_id in state.queue:
         empty.scheduler.push(request_id)
     machine = BufferMachine(empty, state.weights, state.sleep)

@@ -73,7 +73,8 @@ class GroupsSubmitted(events.Row, frozen=True):
     """A trainer submitted prompts, for n responses each. Known prompts are accepted again.
 
     New ones wait until `weight_version` is live; -1: the version of their rollout, or else whichever is live.
-    `submission` numbers the trainer's submissions; the other fields are as in `RolloutState`.
+    `submission` numbers the trainer's submissions; the other fields are as in `RolloutState`. An empty
+    `share` is the trainer's own.
     """
 
     trainer: str
@@ -86,6 +87,7 @@ class GroupsSubmitted(events.Row, frozen=True):
     params_digest: int = 0
     address: bytes = b""
     open: bool = False
+    share: str = ""
 
 
 class TrainerLost(events.Row, frozen=True):

@@ -128,6 +128,7 @@ class GroupRegistry:
         return RolloutState(
             event.rollout_id, event.trainer, event.address, event.submission,
             0 if event.open else event.params_digest, now, open=event.open, first_submission=event.submission,
+            share=event.share or event.trainer,
         )  # fmt: skip
 
     def _match(

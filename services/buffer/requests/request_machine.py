@@ -79,6 +79,7 @@ class RequestMachine:
             self.estimates,
             self.counters,
             self.deaths,
+            limits.shares,
         )
         self._running: dict[str, dict[str, None]] = {}  # by instance
         self._incarnations: dict[str, int] = {}  # by instance
@@ -118,6 +119,7 @@ class RequestMachine:
     def apply(self, event: Event, now: float) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
         out: list[Instruction] = []
+        self.scheduler.now = now
         match event:
             case ChunkEnded():
                 self._chunk_ended(event, now, out)
@@ -230,7 +232,7 @@ class RequestMachine:
                 drop = wire.DropChunk(request_id=request_id, attempt=request.attempt)
                 out.append(ToEngine(request.instance, drop))
                 self._release(request)
-            self.scheduler.discard(request_id)
+            self.scheduler.discard(request)
         del self.estimates[group.group_id]
 
     # --- placement -----------------------------------------------------------------------
@@ -257,6 +259,7 @@ class RequestMachine:
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self._running[instance.name][request_id] = None
         self.instances.reserve(instance.name, request.blocks, request_id)
+        self.scheduler.takes(request, instance)
         self._count(request, "chunks", 1)
         if request.view.last_instance not in ("", instance.name):
             self._count(request, "migrations", 1)
@@ -270,6 +273,7 @@ class RequestMachine:
             request_id = request.view.request_id
             self.instances.release(request.instance, request.blocks, request_id)
             del self._running[request.instance][request_id]
+        self.scheduler.gives(request)
         request.instance = ""
         request.alone = False
 
@@ -390,9 +394,10 @@ class RequestMachine:
             if group_id not in self.estimates:
                 continue
             self.estimates[group_id] = estimate
+            queued = self.scheduler.queue.of(self.groups[group_id].rollout.share)
             for index in range(self.groups[group_id].size):
                 request_id = ids.request_id(group_id, index)
-                if request_id in self.scheduler.queue:
+                if request_id in queued:
                     self.scheduler.push(request_id)
 
     # --- engines and time ----------------------------------------------------------------

@@ -3,6 +3,8 @@
 Invariants (tests/invariants.py asserts them after every event):
 - a waiting request is queued, parked or a suspect; a parked one fits no registered instance;
 - if the request that goes next has to wait for room, no waiting one overtakes it;
+- shares say which trainer's request goes next (`common/policy/shares.py`), but not when it is the turn of the
+  request that has waited longest; where one trainer waits, the policy alone decides;
 - suspects run one after the other, each alone on an instance that gets no other work until they are done.
 """
 
@@ -14,13 +16,17 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
+from seer.common.policy.shares import Shares, cost
 from seer.services.buffer.requests.engine_deaths import EngineDeaths
-from seer.services.buffer.requests.queue import WaitingQueue
+from seer.services.buffer.requests.queue import SharedQueue
 from seer.services.buffer.requests.state import RequestState
 
 
 class Scheduler:
-    """`requests` and `estimates` are by request and group id; `counters["chunks"]` counts dispatches."""
+    """`requests` and `estimates` are by request and group id; `counters["chunks"]` counts dispatches.
+
+    `now` (monotonic seconds) is the time of the present event. `weights`: of trainers.
+    """
 
     def __init__(
         self,
@@ -31,9 +37,11 @@ class Scheduler:
         estimates: Mapping[str, Estimate],
         counters: Mapping[str, int],
         deaths: EngineDeaths,
+        weights: Mapping[str, float],
     ) -> None:
         self.policy = policy
-        self.queue = WaitingQueue()
+        self.now = 0.0
+        self.queue = SharedQueue(Shares(dict(weights)))
         self.parked: set[str] = set()
         self.suspects: dict[str, None] = {}  # in the order in which they are to run
         self.emptied = ""  # the instance that gets no work but suspects; empty: none
@@ -63,11 +71,13 @@ class Scheduler:
     def push(self, request_id: str) -> None:
         """Queue a request, or move it to where its group's present estimate puts it."""
         request = self._requests[request_id]
-        self.queue.push(request_id, self.policy.order(request.view, self._estimates[request.group.group_id]))
+        key = self.policy.order(request.view, self._estimates[request.group.group_id])
+        self.queue.push(request.group.rollout.share, request_id, key, self.now)
 
-    def discard(self, request_id: str) -> None:
+    def discard(self, request: RequestState) -> None:
         """Remove a request if it waits."""
-        self.queue.discard(request_id)
+        request_id = request.view.request_id
+        self.queue.discard(request.group.rollout.share, request_id)
         self.parked.discard(request_id)
         self.suspects.pop(request_id, None)
 
@@ -96,6 +106,20 @@ class Scheduler:
         if self.emptied in instances:
             self.emptied = ""
 
+    # --- shares --------------------------------------------------------------------------
+
+    def takes(self, request: RequestState, instance: InstanceView) -> None:
+        """Count what a chunk that begins has of its engine."""
+        share = request.group.rollout.share
+        request.cost = cost(instance.capacity, request.blocks)
+        self.queue.takes(share, request.cost, self.now)
+
+    def gives(self, request: RequestState) -> None:
+        """Count that no more: the chunk has ended."""
+        share = request.group.rollout.share
+        self.queue.gives(share, request.cost, self.now)
+        request.cost = 0
+
     # --- placement -----------------------------------------------------------------------
 
     def going_on(self, request_id: str) -> tuple[InstanceView, int] | None:
@@ -106,6 +130,8 @@ class Scheduler:
         request = self._requests[request_id]
         view, estimate = request.view, self._estimates[request.group.group_id]
         if self._is_turn_of_oldest or not self.policy.goes_on(view, estimate):
+            return None
+        if self.queue.is_ahead(request.group.rollout.share):
             return None
         chunk = self.chunk(view)
         if not self._instances.has_room(view.last_instance, view.context, chunk, view.image_tokens):
@@ -120,7 +146,9 @@ class Scheduler:
 
     def next(self) -> str | None:
         """Return the queued request that goes next."""
-        return self.queue.oldest() if self._is_turn_of_oldest else self.queue.head()
+        if self._is_turn_of_oldest:
+            return self.queue.oldest(lambda request_id: self._requests[request_id].view.queued)
+        return self.queue.head()
 
     def placements(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
         """Yield what to dispatch at `now` (monotonic seconds): request id, instance, tokens.
@@ -130,7 +158,8 @@ class Scheduler:
         if self.suspects or self.emptied:
             yield from self._suspects_placed(now)
         while self._instances and (request_id := self.next()) is not None:
-            view = self._requests[request_id].view
+            request = self._requests[request_id]
+            view = request.view
             chunk = self.chunk(view)
             name = self.policy.place(view, chunk, self._instances)
             if name is not None:
@@ -139,7 +168,7 @@ class Scheduler:
                 return
             else:
                 self._park(request_id, now)
-            self.queue.discard(request_id)
+            self.queue.discard(request.group.rollout.share, request_id)
 
     def _suspects_placed(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
         while self._instances:

@@ -6,7 +6,8 @@ Struct is part of (`log/snapshot.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -31,11 +32,11 @@ def _zeros() -> dict[str, int]:
     return dict.fromkeys(COUNTED, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds and deadlines; see `config.BufferConfig`.
 
-    `max_attempts`: a request whose chunk failed so often in a row is failed.
+    `max_attempts`: a request whose chunk failed so often in a row is failed. `shares`: weights of trainers.
     """
 
     chunk_size: int | None
@@ -45,6 +46,7 @@ class Limits:
     result_ttl_seconds: float = 3600.0
     result_tokens: int = 2**30
     unfinished_tokens: int = 2**31
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class RolloutState(msgspec.Struct, array_like=True):
@@ -57,7 +59,7 @@ class RolloutState(msgspec.Struct, array_like=True):
     some groups failed. `counters`: by name, see `COUNTED`. `finish_times`: seconds since `submitted`; the
     server takes them away. `open`: its groups have parameters and weights of their own, so it has neither
     `params_digest` nor `weight_version`, and a submission number of their own, from `first_submission` on in
-    this incarnation of its trainer.
+    this incarnation of its trainer. `share`: the trainer by whose share of the engines it runs.
     """
 
     rollout_id: str
@@ -78,6 +80,7 @@ class RolloutState(msgspec.Struct, array_like=True):
     finish_times: list[float] = field(default_factory=list)
     open: bool = False
     first_submission: int = 0
+    share: str = ""
 
 
 class GroupState(msgspec.Struct, array_like=True):
@@ -163,7 +166,8 @@ class RequestState(msgspec.Struct, array_like=True):
     answers to earlier ones are dropped. `losses`: chunks in a row that failed, not counting lost engines.
     `deaths`: the incarnations of engines that died while they ran it, since its last chunk that ended.
     `alone`: it runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
-    `streamed`: tokens of the chunk that runs which came before its end.
+    `streamed`: tokens of the chunk that runs which came before its end. `cost`: what that chunk has of its
+    engine.
     """
 
     view: RequestView
@@ -178,6 +182,7 @@ class RequestState(msgspec.Struct, array_like=True):
     stop_reason: str = ""
     parked_since: float | None = None
     streamed: int = 0
+    cost: int = 0
 
     def progress(self, chunk: ChunkResult | None = None) -> RequestProgress:
         """Return how far it is, with the drafts of its `chunk` if one ended: more may come after a turn."""
