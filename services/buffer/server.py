@@ -283,13 +283,17 @@ class BufferServer:
             case wire.Sleep() | wire.Cancel() | wire.Acknowledge():
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData():
-                self._spool.put(self._trainer_hub.reply, address, message)
+                self._spool.put(self._trainer_hub.reply, address, message, self._share(address, name))
             case wire.OpenImage() | wire.ImageData():
                 self._images.put(self._trainer_hub.reply, address, message, name)
             case wire.Goodbye():
                 self._trainers.remove(address)
                 self.conductor.apply(events.TrainerLost(address))
         return None
+
+    def _share(self, address: bytes, name: str) -> str:
+        """Return whom what a trainer of this name has counts to."""
+        return self._trainer_hub.user(address).share(name, self._config.buffer.shares)
 
     def _services(self) -> dict[str, str]:
         at, pool = self._config.endpoints, self._config.pool
@@ -310,7 +314,7 @@ class BufferServer:
             )
             self.conductor.refusals.add(refused)
             return refused
-        share = self._trainer_hub.user(address).share(trainer, self._config.buffer.shares)
+        share = self._share(address, trainer)
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(

@@ -91,8 +91,8 @@ class World:
         self.task = asyncio.create_task(self.spool.run())
         self.said = []
 
-    async def put(self, message, address=b"trainer"):
-        self.spool.put(self._reply, address, message)
+    async def put(self, message, address=b"trainer", of="trainer"):
+        self.spool.put(self._reply, address, message, of)
         await asyncio.sleep(0.01)
         return self.said[-1][1] if self.said else None
 
@@ -184,6 +184,25 @@ async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
     await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
     world.spool.remove_unneeded(set())
     assert "no longer needed" in (await world.put(wire.OpenSpool(name="v1-a"))).problem
+    await world.stop()
+
+
+async def test_a_trainer_with_as_many_streams_as_it_may_have_stops_no_other(tmp_path):
+    world = World(tmp_path)
+    for number in range(32):
+        assert not (await world.put(wire.OpenSpool(name=f"v{number}-a", size=100))).problem
+    refused = await world.put(wire.OpenSpool(name="v40-a", size=100))
+    assert refused.problem == "trainer 'trainer' has 32 streams already: wait for an update to end"
+    assert not (await world.put(wire.OpenSpool(name="v7-a"))).problem, "those that it has go on"
+    for number in range(96):
+        of = f"other-{number // 32}"
+        assert not (await world.put(wire.OpenSpool(name=f"v{number}-{of}", size=100), of=of)).problem
+    refused = await world.put(wire.OpenSpool(name="v1-b", size=100), of="last")
+    assert refused.problem == "the buffer holds 128 streams already: wait for an update to end"
+    world.spool.name("spool:v7-a")  # an update that ended at once
+    world.spool.remove_unneeded(set())
+    await asyncio.sleep(0.01)
+    assert not (await world.put(wire.OpenSpool(name="v40-a", size=100))).problem
     await world.stop()
 
 

@@ -49,9 +49,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NAME = re.compile(r"v[A-Za-z0-9._-]{0,99}")
-_MAX_STREAMS = 32
-"""Bound on streams at once, deltas apart: unneeded ones are removed twice a second, and an update in place
-takes 50 ms."""
+_MAX_OF_TRAINER = 32
+"""Bound on a trainer's streams at once, deltas apart: unneeded ones are removed twice a second, and an
+update in place takes 50 ms."""
+_MAX_STREAMS = 4 * _MAX_OF_TRAINER
+"""Bound on all trainers' streams."""
 _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 
@@ -69,11 +71,13 @@ class _Stream(Blob):
 
     `named`: an update has named it, so it is removed once no update and no live weights need it.
     `inherited`: an earlier incarnation wrote it, and nothing has needed it since: engines may not have
-    registered yet. `base`: the stream that it is made from, or was; `making`: that is under way.
+    registered yet. `base`: the stream that it is made from, or was; `making`: that is under way. `trainer`
+    began it.
     """
 
-    def __init__(self, name: str, size: int, folder: Path, token: str, now: float) -> None:
+    def __init__(self, name: str, size: int, folder: Path, token: str, now: float, trainer: str = "") -> None:
         super().__init__(name, size, folder / name, token)
+        self.trainer = trainer
         self.grew_at = now
         self.resend_requested = self.named = self.inherited = self.keep = False
         self.base = ""
@@ -103,11 +107,11 @@ class Spool:
         """Lock the configured folder. Raises `ConfigError` if it is not this buffer's."""
         self._folder.claim()
 
-    def put(self, reply: Reply, address: bytes, message: SpoolRequest) -> None:
-        """Queue a peer's message; it is dropped if too many wait."""
+    def put(self, reply: Reply, address: bytes, message: SpoolRequest, trainer: str = "") -> None:
+        """Queue a peer's message; it is dropped if too many wait. `trainer`: whose streams it counts to."""
         match message:
             case wire.OpenSpool():
-                self._turns.add(lambda: self._open(reply, address, message))
+                self._turns.add(lambda: self._open(reply, address, message, trainer))
             case wire.ReadSpool():
                 self._turns.add(lambda: self._readers.answer(reply, address, message))
             case wire.SpoolData() if len(message.data) <= wire.SPOOL_BYTES:
@@ -194,12 +198,12 @@ class Spool:
             self._streams[name] = stream = _Stream(name, size, self._folder.root, token, self._clock.now())
             stream.have, stream.inherited = size, True
 
-    async def _open(self, reply: Reply, address: bytes, message: wire.OpenSpool) -> None:
+    async def _open(self, reply: Reply, address: bytes, message: wire.OpenSpool, trainer: str) -> None:
         name, size = message.name, message.size
         try:
             stream = self._streams.get(name)
             if stream is None:
-                stream = await self._begin(name, size)
+                stream = await self._begin(name, size, trainer)
                 stream.keep, stream.base = message.keep, self._usable_base(message)
             if size not in (0, stream.size):
                 raise ValueError(f"has {stream.size} bytes, not {size}")
@@ -210,7 +214,7 @@ class Spool:
             state = wire.SpoolState(name=name, size=size, have=0, problem=str(error))
         await reply(address, state)
 
-    async def _begin(self, name: str, size: int) -> _Stream:
+    async def _begin(self, name: str, size: int, trainer: str) -> _Stream:
         if not size:
             raise ValueError(
                 self._removed.get(name, "is not in this buffer's spool: update to another version")
@@ -221,10 +225,10 @@ class Spool:
             (whole := self._streams.get(name.removesuffix(DELTA))) and whole.base and size <= whole.size
         ):
             raise ValueError("is a delta that cannot be applied here: send the whole stream")
-        if sum(not each.endswith(DELTA) for each in self._streams) >= _MAX_STREAMS:
-            raise ValueError(f"the buffer holds {_MAX_STREAMS} streams already: wait for an update to end")
+        if not name.endswith(DELTA):
+            self._check_room(trainer)
         root = await self._disk(lambda: self._folder.root)
-        stream = _Stream(name, size, root, secrets.token_hex(16), self._clock.now())
+        stream = _Stream(name, size, root, secrets.token_hex(16), self._clock.now(), trainer)
         try:
             await self._disk(self._folder.begin, stream)
         except (OSError, ValueError) as error:
@@ -233,6 +237,17 @@ class Spool:
             raise
         self._streams[name] = stream
         return stream
+
+    def _check_room(self, trainer: str) -> None:
+        """Raise `ValueError` if a trainer, or all together, have as many streams as they may."""
+        whole = [each for name, each in self._streams.items() if not name.endswith(DELTA)]
+        if sum(each.trainer == trainer for each in whole) >= _MAX_OF_TRAINER:
+            whose = f"trainer {trainer!r} has {_MAX_OF_TRAINER}"
+        elif len(whole) >= _MAX_STREAMS:
+            whose = f"the buffer holds {_MAX_STREAMS}"
+        else:
+            return
+        raise ValueError(f"{whose} streams already: wait for an update to end")
 
     async def _write(self, reply: Reply, address: bytes, message: wire.SpoolData) -> None:
         stream = self._streams.get(message.name)
