@@ -12,12 +12,15 @@ Invariants (tests/property/test_shares.py asserts them):
 - trainers that wait all the time have engine-seconds in proportion to their weights, up to a bound that does
   not grow with time;
 - whoever did not wait has no claim to what others had meanwhile: a trainer that begins to wait stands at
-  least where the last one stood that was served (`floor`), under whatever name it comes;
+  least where the last one stood that was served (`floor`), under whatever name it comes; but never behind
+  those that wait;
 - while one trainer is known, only what that has is counted: nothing else is needed;
 - memory is bounded by the trainers that wait or run, or by `MAX_REMEMBERED` names.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -68,7 +71,7 @@ class Shares(msgspec.Struct):
     """See the module's docstring. All of its state is in its fields, so it is its own snapshot.
 
     `weights` by trainer; others have 1. `floor`: the greatest of what trainers had, over their weight, when
-    they were last served. `active` counts trainers that wait or run.
+    they were last served in their turn. `active` counts trainers that wait or run.
     """
 
     weights: dict[str, float] = {}
@@ -100,14 +103,14 @@ class Shares(msgspec.Struct):
         if not share.has:
             self._leave()
 
-    def takes(self, trainer: str, cost: int, now: float) -> None:
-        """Note that a chunk of a trainer begins."""
+    def takes(self, trainer: str, cost: int, now: float, lowest: float = math.inf) -> None:
+        """Note that a chunk of a trainer begins; `lowest`: the level of another whose turn it is."""
         share = self._of.get(trainer)
         if share is None:
             share = self._share(trainer, now)
         if len(self._of) > 1:
             share.settle(now)
-            self.floor = max(self.floor, share.had / share.weight)
+            self.floor = max(self.floor, min(share.had / share.weight, lowest))
         if not share.has and not share.waits:
             self.active += 1
         share.has += cost

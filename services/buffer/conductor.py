@@ -177,7 +177,8 @@ class Conductor:
     def renounce(self, trainer: str, address: bytes) -> None:
         """End the trajectories that are away in rollouts which only earlier incarnations of a trainer had.
 
-        An update that this incarnation asks for would wait for them, each for its `idle_seconds`.
+        An update that this trainer asked for would wait for them, each for its `idle_seconds`: for those that
+        are away when it asks, and for those whose turn ends later.
         """
         registry, left = self._requests.registry, defaultdict[str, list[str]](list)
         for away in registry.trajectories.away.values():

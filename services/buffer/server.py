@@ -276,7 +276,6 @@ class BufferServer:
             case wire.UpdateWeights():
                 if not self.conductor.draining:
                     self._spool.name(message.source)
-                self.conductor.renounce(name, address)
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData() if self.conductor.draining:
                 pass  # the successor takes it: its trainer sends again what is not confirmed
@@ -342,6 +341,9 @@ class BufferServer:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
+            name = self.weights.awaiting
+            if (address := self._trainers.address_of(name)) is not None:
+                self.conductor.renounce(name, address)
             self.conductor.tick()
             self._rows.tick(self._clock.now())
             self._kept.tick(self._clock.now())

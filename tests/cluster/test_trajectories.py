@@ -12,7 +12,7 @@ from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
-from seer.common.config import BufferConfig
+from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 
 SAMPLING = SamplingParams(max_tokens=24)
 PROMPTS = [Prompt(f"p{number}", token_ids=[*range(1, 4 + number)]) for number in range(3)]
@@ -183,6 +183,26 @@ async def test_an_update_awaits_nothing_that_an_earlier_incarnation_of_its_train
             assert asyncio.get_running_loop().time() < 15.0
             await updating
             assert 15.0 < asyncio.get_running_loop().time() < 30.0
+
+
+async def test_an_update_awaits_no_trajectory_whose_turn_was_under_way_when_its_trainer_was_killed(tmp_path):
+    slow = EngineConfig(backend="replay", replay=ReplayConfig(step_seconds=0.5))
+    async with running(engines=1, engine=slow) as cluster:
+        machine = cluster.services["buffer"].machine
+        transport = MemoryTransport(cluster.network)
+        client = await cluster.client(transport, name="trainer").__aenter__()
+        turn = asyncio.create_task(one_turn(client))
+        await eventually(lambda: machine.requests)
+        await transport.close()  # as SIGKILL would: no goodbye
+        async with cluster.client(name="trainer") as again:
+            updating = asyncio.create_task(again.update_weights(1, folder(tmp_path, 1)))
+            await eventually(lambda: cluster.services["buffer"].weights.updating)
+            assert machine.requests, "the turn goes on"
+            await eventually(lambda: not machine.requests)
+            ended = asyncio.get_running_loop().time()
+            await updating
+            assert asyncio.get_running_loop().time() < ended + 5.0
+        turn.cancel()
 
 
 async def test_a_trainer_that_left_is_awaited_no_longer(tmp_path):

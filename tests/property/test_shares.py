@@ -10,8 +10,9 @@ from buffer_events import pick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_work_conserved
+from msgspec import structs
 
-from seer.common.policy.schedule import POLICIES
+from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES
 from seer.common.policy.shares import MAX_REMEMBERED, UNIT, Shares, cost
 from seer.common.types import Capacity
 from seer.services.buffer.requests import events, instructions, state
@@ -106,6 +107,33 @@ def test_a_trainer_that_comes_has_half_of_the_engines_once_chunks_have_ended(pol
     assert 0.45 < share < 0.55
 
 
+LARGE = structs.replace(CAPACITY, kv_blocks=8000)
+MIDDLE = structs.replace(CAPACITY, kv_blocks=800)
+SMALL = structs.replace(MIDDLE, max_model_len=2000)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "prompt_len", "most"),
+    [([LARGE, SMALL, SMALL, SMALL, SMALL], 4800, SEATS), ([MIDDLE] * 5, 7680, 5)],
+    ids=["engines-that-cannot-hold-it", "engines-that-are-full-of-it"],
+)
+def test_a_trainer_that_waits_for_its_own_chunks_keeps_others_from_no_room(capacities, prompt_len, most):
+    rng = random.Random(0)
+    world = Engines(engines=0, seconds=lambda: rng.uniform(0.5, 1.5))
+    for number, capacity in enumerate(capacities):
+        world.tell(orders.joined(f"e{number}", capacity))
+    world.submit("small", 600, max_tokens=1500)
+    world.run(3.0)
+    for number in range(20):
+        group = events.GroupSpec(f"w{number}", prompt_len)
+        world.tell(events.GroupsSubmitted("wide", "r-wide", 1, 1600, [group]))
+    world.run(10.0)
+    world.had.clear()
+    world.run(20.0)
+    assert world.had["wide"] / 10 > most - 0.5, "it has all that it can have"
+    assert world.had["small"] / 10 > len(capacities) * SEATS - most - 2.5
+
+
 def test_a_weight_holds_where_trainers_are_more_than_seats():
     world = Engines({"a": 3.0}, engines=1)
     for trainer in "abcdefghijkl":
@@ -125,6 +153,19 @@ def test_who_did_not_wait_has_no_claim_to_what_others_had():
     world.submit("late", 5000)
     world.run(230.0)
     assert world.had["late"] / world.had.total() < 0.6
+
+
+def test_who_is_served_as_the_oldest_keeps_no_newcomer_from_its_share():
+    world = Engines({"low": 0.01})
+    world.submit("low", 300)
+    world.run(20.0)  # alone: it owes for what runs when another comes
+    world.submit("busy", 300)
+    world.run(54.0)
+    assert world.machine.counters["chunks"] > FAIR_DISPATCHES, "it had a turn as the oldest"
+    world.had.clear()
+    world.submit("new", 300)
+    world.run(74.0)
+    assert world.had["new"] / world.had.total() > 0.4
 
 
 def test_a_new_name_each_time_has_no_more_than_one_share():

@@ -119,6 +119,17 @@ def test_the_latest_turn_repeated_changes_nothing(trajectories):
     assert trajectories.away == {"r/1": known}
 
 
+def test_who_takes_the_latest_turn_up_is_whose_trajectory_it_is(trajectories):
+    again = finish(turn("1", submission=9))
+    again.rollout.address = b"later"
+    repeat(trajectories, again)
+    out = []
+    trajectories.trainer_lost(b"address", out)  # the incarnation before it: its lease has ended
+    assert [(each.address, each.submission) for each in trajectories.away.values()] == [(b"later", 9)]
+    trajectories.trainer_lost(b"later", out)
+    assert out == [orders.closed("r/1")]
+
+
 def test_nothing_is_repeated_under_another_turn_that_waits_or_is_open(trajectories):
     following = turn("2", generated=5)
     trajectories.submitted(following)

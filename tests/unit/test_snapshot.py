@@ -33,6 +33,7 @@ def test_every_attribute_is_in_a_snapshot():
         "_estimates",
         "_counters",
         "_deaths",
+        "_running",
     }
     assert vars(machine.scheduler).keys() - given == set(snapshot.OF_SCHEDULER)
     assert vars(machine.deaths).keys() - {"_requests"} == set(snapshot.OF_DEATHS)
@@ -73,6 +74,22 @@ def test_orders_and_what_a_collected_part_leaves_are_kept():
     assert machine.registry._partial
     new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
     assert new.registry._partial == machine.registry._partial
+
+
+def test_a_trainer_of_a_state_without_shares_is_the_one_that_goes_on():
+    whole = BufferMachine(make(), WeightsMachine(), SleepMachine())
+    dispatched = pick(submit(whole.requests, *"abcdefghijklmn", rollout="before"), Dispatch)
+    state = snapshot.parse(snapshot.snapshot(whole))
+    state.shares = None
+    for rollout in state.rollouts:
+        rollout.share = ""
+    for request in [request for group in state.groups for request in group.results]:
+        request.cost = 0
+    new = snapshot.restored(state, make(engines=())).requests
+    for machine in (new, whole.requests):
+        submit(machine, "p", rollout="after")
+    for dispatch in dispatched:
+        assert end(new, dispatch) == end(whole.requests, dispatch)
 
 
 def test_who_has_joined_is_known_again():

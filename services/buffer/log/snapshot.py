@@ -191,7 +191,9 @@ def _fill(target: object, values: msgspec.Struct, names: Iterable[str]) -> None:
 
 def _fill_groups(machine: RequestMachine, state: State) -> None:
     registry = machine.registry
-    registry.rollouts.update((each.rollout_id, each) for each in state.rollouts)
+    for each in state.rollouts:
+        each.share = each.share or each.trainer  # states of releases up to 0.4.0 have none
+        registry.rollouts[each.rollout_id] = each
     for group in state.groups:
         group.rollout = rollout = registry.rollouts[str(group.rollout)]
         registry.groups[group.group_id] = rollout.members[group.group_id] = group

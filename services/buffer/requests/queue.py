@@ -13,6 +13,7 @@ Invariants (tests/property/test_queue.py, tests/property/test_shares.py):
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
@@ -113,7 +114,9 @@ class SharedQueue:
 
     def takes(self, trainer: str, cost: int, now: float) -> None:
         """Note that a chunk of a trainer begins."""
-        self.shares.takes(trainer, cost, now)
+        first = self._first()
+        lowest = math.inf if first in (None, trainer) else self.shares.level(str(first))
+        self.shares.takes(trainer, cost, now, lowest)
         self._rank(trainer)
 
     def gives(self, trainer: str, cost: int, now: float) -> None:
@@ -128,18 +131,24 @@ class SharedQueue:
 
     def is_ahead(self, trainer: str) -> bool:
         """Return whether a request of another trainer that waits goes before all of this one."""
-        if len(self._of) <= (trainer in self._of):
+        first = self._first()
+        if first is None or first == trainer:
             return False
-        first = self._trainers.head() if len(self._of) > 1 else next(iter(self._of))
-        return first != trainer and self.shares.level(str(first)) < self.shares.level(trainer)
+        return self.shares.level(first) < self.shares.level(trainer)
+
+    def _first(self) -> str | None:
+        """Return the trainer that goes next."""
+        return self._trainers.head() if len(self._of) > 1 else next(iter(self._of), None)
 
     def head(self) -> str | None:
         """Return the id that goes next, without removing it."""
-        if len(self._of) > 1:
-            return self._of[str(self._trainers.head())].head()
-        for queue in self._of.values():
-            return queue.head()
-        return None
+        first = self._first()
+        return None if first is None else self._of[first].head()
+
+    def heads(self, count: int) -> list[str]:
+        """Return the ids that go next of the first `count` trainers, in the trainers' order."""
+        first = heapq.nsmallest(count, self._of, key=lambda each: (self.shares.level(each), each))
+        return [head for each in first if (head := self._of[each].head()) is not None]
 
     def oldest(self, queued: Callable[[str], int]) -> str | None:
         """Return the id that has waited longest, by its number, without removing it."""

@@ -71,6 +71,7 @@ class RequestMachine:
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.registry = GroupRegistry(limits, self.instances, self.counters, self._drop)
         self.deaths = EngineDeaths(self.requests)
+        self._running: dict[str, dict[str, None]] = {}  # by instance
         self.scheduler = Scheduler(
             policy,
             limits.chunk_size,
@@ -79,9 +80,9 @@ class RequestMachine:
             self.estimates,
             self.counters,
             self.deaths,
+            self._running,
             limits.shares,
         )
-        self._running: dict[str, dict[str, None]] = {}  # by instance
         self._incarnations: dict[str, int] = {}  # by instance
         self._no_engine_since: float | None = 0.0
         self._group_number = 0

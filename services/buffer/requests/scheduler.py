@@ -2,7 +2,8 @@
 
 Invariants (tests/invariants.py asserts them after every event):
 - a waiting request is queued, parked or a suspect; a parked one fits no registered instance;
-- if the request that goes next has to wait for room, no waiting one overtakes it;
+- if the request that goes next has to wait for room, no waiting one overtakes it, but one of another trainer
+  may where the request would not fit beside its own trainer's chunks alone;
 - shares say which trainer's request goes next (`common/policy/shares.py`), but not when it is the turn of the
   request that has waited longest; where one trainer waits, the policy alone decides;
 - suspects run one after the other, each alone on an instance that gets no other work until they are done.
@@ -21,9 +22,13 @@ from seer.services.buffer.requests.engine_deaths import EngineDeaths
 from seer.services.buffer.requests.queue import SharedQueue
 from seer.services.buffer.requests.state import RequestState
 
+MAX_PASSED = 8
+"""Trainers whose next requests are looked at when the first of them has to wait."""
+
 
 class Scheduler:
-    """`requests` and `estimates` are by request and group id; `counters["chunks"]` counts dispatches.
+    """`requests` and `estimates` are by request and group id, `running` has request ids by instance;
+    `counters["chunks"]` counts dispatches.
 
     `now` (monotonic seconds) is the time of the present event. `weights`: of trainers.
     """
@@ -37,6 +42,7 @@ class Scheduler:
         estimates: Mapping[str, Estimate],
         counters: Mapping[str, int],
         deaths: EngineDeaths,
+        running: Mapping[str, Collection[str]],
         weights: Mapping[str, float],
     ) -> None:
         self.policy = policy
@@ -48,7 +54,7 @@ class Scheduler:
         self._chunk_size = chunk_size
         self._instances = instances
         self._requests, self._estimates = requests, estimates
-        self._counters, self._deaths = counters, deaths
+        self._counters, self._deaths, self._running = counters, deaths, running
         self._queued = 0
 
     def __len__(self) -> int:
@@ -131,13 +137,17 @@ class Scheduler:
         view, estimate = request.view, self._estimates[request.group.group_id]
         if self._is_turn_of_oldest or not self.policy.goes_on(view, estimate):
             return None
-        if self.queue.is_ahead(request.group.rollout.share):
-            return None
         chunk = self.chunk(view)
         if not self._instances.has_room(view.last_instance, view.context, chunk, view.image_tokens):
             return None
         name = self.policy.place(view, chunk, self._instances)
-        return (self._instances[name], chunk) if name is not None else None
+        if name is None:
+            return None
+        if self.queue.is_ahead(request.group.rollout.share):
+            ahead = self._requests[str(self.queue.head())]
+            if not self._waits_for_its_own(ahead, name):
+                return None
+        return self._instances[name], chunk
 
     @property
     def _is_turn_of_oldest(self) -> bool:
@@ -162,13 +172,43 @@ class Scheduler:
             view = request.view
             chunk = self.chunk(view)
             name = self.policy.place(view, chunk, self._instances)
+            if name is None and self._instances.holding(view.context, chunk, view.image_tokens):
+                overtaking = self._overtaking(request)
+                if overtaking is None:
+                    return
+                request, name, chunk = overtaking
             if name is not None:
-                yield request_id, self._instances[name], chunk
-            elif self._instances.holding(view.context, chunk, view.image_tokens):
-                return
+                yield request.view.request_id, self._instances[name], chunk
             else:
                 self._park(request_id, now)
-            self.queue.discard(request.group.rollout.share, request_id)
+            self.queue.discard(request.group.rollout.share, request.view.request_id)
+
+    def _overtaking(self, first: RequestState) -> tuple[RequestState, str, int] | None:
+        """Return which other trainer's request goes before `first`, where, and for how many tokens."""
+        if self._is_turn_of_oldest:
+            return None
+        passed = [first]
+        for request_id in self.queue.heads(MAX_PASSED):
+            request = self._requests[request_id]
+            if request is first:
+                continue
+            chunk = self.chunk(request.view)
+            name = self.policy.place(request.view, chunk, self._instances)
+            if name is not None and all(self._waits_for_its_own(each, name) for each in passed):
+                return request, name, chunk
+            passed.append(request)
+        return None
+
+    def _waits_for_its_own(self, request: RequestState, name: str) -> bool:
+        """Return whether a request would not fit on an instance beside its own trainer's chunks alone."""
+        view, share, capacity = request.view, request.group.rollout.share, self._instances[name].capacity
+        chunk = self.chunk(view)
+        if not capacity.holds(view.context, chunk, view.image_tokens):
+            return True
+        running = [self._requests[each] for each in self._running[name]]
+        own = [each.blocks for each in running if each.group.rollout.share == share]
+        blocks = sum(own) + capacity.blocks_for(view.context, chunk)
+        return len(own) >= capacity.max_num_seqs or blocks > capacity.kv_blocks
 
     def _suspects_placed(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
         while self._instances:

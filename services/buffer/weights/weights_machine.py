@@ -99,6 +99,11 @@ class WeightsMachine(msgspec.Struct):
         return self._update is not None
 
     @property
+    def awaiting(self) -> str:
+        """The trainer whose update waits for work of the old weights; empty: none."""
+        return "" if self._update is None or self._update.committing else self._update.trainer
+
+    @property
     def sources(self) -> set[str]:
         """The sources of the live weights, of the checked ones, and of those of the update under way."""
         kept = {weights.source for weights in (self.live, self.checked) if weights is not None}
@@ -139,15 +144,9 @@ class WeightsMachine(msgspec.Struct):
         return instance in self._admitted or instance in self._pending or instance in self.quarantined
 
     def apply(
-        self,
-        event: Event,
-        now: float,
-        *,
-        idle: bool,
-        awake: Collection[str] | None = None,
-        weights_awake: Collection[str] | None = None,
-        asleep: bool = False,
-    ) -> list[Instruction]:
+        self, event: Event, now: float, *, idle: bool, awake: Collection[str] | None = None,
+        weights_awake: Collection[str] | None = None, asleep: bool = False,
+    ) -> list[Instruction]:  # fmt: skip
         """Apply one event at `now` (monotonic seconds).
 
         `idle`: no unfinished request is left. `awake`: the instances of which nothing sleeps, or is about to
