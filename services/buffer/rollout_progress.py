@@ -26,6 +26,9 @@ from seer.services.buffer.statistics import Statistics
 STEP = 250
 """Requests between two yields: a millisecond, or two while little is known of lengths."""
 
+FRESH = 64
+"""Curves that are kept: early, each group needs that of its estimate and that of the `shortened` one."""
+
 GROUP_COSTS = 8
 """A group costs as much as so many requests, beside its own."""
 
@@ -71,8 +74,10 @@ def survey(machine: RequestMachine, statistics: Statistics, now: float) -> Itera
     in_flight = InFlight(statistics.running, now)
     rates = statistics.ends.copy()
     for engine in statistics.running.engines:
-        _add_running(rates, machine, statistics.running.requests(engine), engine, in_flight)
-        yield None
+        requests = statistics.running.requests(engine)
+        for at in range(0, len(requests), STEP):  # without admission, an engine may have all
+            _add_running(rates, machine, requests[at : at + STEP], engine, in_flight)
+            yield None
     look = _Look(machine, rates.ratios())
     rollouts = {each.rollout_id: _Outlook(each) for each in newest(machine)}
     held = {each.rollout.rollout_id for each in machine.registry.held.values()}
@@ -155,7 +160,9 @@ class _Look:
         if remainders is None:
             remainders = Remainders(estimate, of.cap, self.ratios, least)
             if not least:
-                self._fresh = {(estimate, of.cap): remainders}
+                if len(self._fresh) == FRESH:
+                    self._fresh.clear()
+                self._fresh[estimate, of.cap] = remainders
         scheduler = self._machine.scheduler
         reserved = scheduler.chunk(view) / 2 if scheduler.policy.admission else 0.0
         work.add(remainders, of.has, view.prompt_len + reserved, of.running)

@@ -93,13 +93,16 @@ class RunningChunks:
         known = self._engines.get(engine)
         return known.chunks.pop(request_id, None) if known else None
 
-    def dropped(self, engine: str, request_id: str, now: float) -> RunningChunk | None:
-        """Forget a chunk whose tokens will not come, and return it."""
+    def dropped(self, engine: str, request_id: str, seen: InFlight) -> RunningChunk | None:
+        """Forget a chunk whose tokens will not come, and return it.
+
+        Chunks that end at once share what is `seen`: to look at all of an engine's for each takes seconds.
+        """
         known = self._engines.get(engine)
         if known is None or request_id not in known.chunks:
             return None
         if known.elsewhere is not None:
-            known.elsewhere += int(InFlight(self, now).tokens(engine, request_id))
+            known.elsewhere += int(seen.tokens(engine, request_id))
         return known.chunks.pop(request_id)
 
     def gone(self, engine: str) -> list[str]:

@@ -40,7 +40,7 @@ from seer.services.buffer.buffer_machine import BufferMachine, Event, Instructio
 from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
-from seer.services.buffer.running_chunks import RunningChunk, RunningChunks
+from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks
 
 MAX_ENGINES = 10_000
 """Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
@@ -154,12 +154,13 @@ class Statistics:
             self._note_stays(now)
         self._end_chunk(event, out, now)
         refused: dict[str, str] = {}
+        seen = InFlight(self.running, now)
         for item in out:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item, now)
                 case ToEngine(instance, DropChunk(request_id=request_id)):
-                    self.running.dropped(instance, request_id, now)
+                    self.running.dropped(instance, request_id, seen)
                 case instructions.Take():
                     self._take(item.group_id)
                 case GroupOpened():
@@ -332,7 +333,7 @@ class Statistics:
         """Count a chunk that ended and was not kept; late answers to earlier attempts are about none."""
         running = self.running.of(instance, chunk.request_id)
         if running is not None and running.attempt == chunk.attempt:
-            self.running.dropped(instance, chunk.request_id, now)
+            self.running.dropped(instance, chunk.request_id, InFlight(self.running, now))
             self._lose(instance, chunk.request_id, now)
 
     def _lose_engines(self, event: Event, now: float) -> None:

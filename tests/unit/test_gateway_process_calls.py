@@ -113,3 +113,15 @@ async def test_calls_that_are_served_are_bounded(monkeypatch: pytest.MonkeyPatch
             await calls[3]
         release.set()
         assert await asyncio.gather(*calls[:3]) == [0, 0, 0]
+
+
+async def test_a_call_or_an_answer_that_is_too_long_fails_alone() -> None:
+    async def long(name: str, arguments: list[object]) -> object:
+        return "x" * (link_module.LINE_BYTES if name == "long" else 1)
+
+    async with pair(other=long) as (one, _, _tasks):
+        for name, status in (("short", 413), ("long", 500)):
+            with pytest.raises(HttpError, match="longer than") as info:
+                await one.call(name, "" if name == "long" else "x" * link_module.LINE_BYTES, seconds=5)
+            assert info.value.status == status
+        assert await one.call("short", seconds=5) == "x"

@@ -1,9 +1,19 @@
 """The tokens of chunks that run: estimates from what engines report, and what becomes of them."""
 
+import orders
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seer.common.policy.schedule import POLICIES
+from seer.services.buffer.buffer_machine import BufferMachine
+from seer.services.buffer.requests import events
+from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.buffer.requests.state import Limits
 from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks
+from seer.services.buffer.sleep_machine import SleepMachine
+from seer.services.buffer.statistics import Statistics
+from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 
 def tokens(running: RunningChunks, now: float, *requests: str, engine: str = "e") -> list[float]:
@@ -59,9 +69,9 @@ def test_nobody_has_more_than_its_chunk_may_generate() -> None:
 
 def test_what_was_dropped_is_nobodys() -> None:
     running = two_chunks()
-    assert running.dropped("e", "a", 2.0) is not None
+    assert running.dropped("e", "a", InFlight(running, 2.0)) is not None
     assert tokens(running, 2.0, "a", "b") == [0.0, 10.0]
-    assert running.dropped("e", "a", 2.0) is None
+    assert running.dropped("e", "a", InFlight(running, 2.0)) is None
     running.returned("e", "b", 2, 10, 2.0)
     running.ended("e", "b")
     running.reported("e", 1000, 3.0)  # nothing runs: it is of nobody's chunk
@@ -104,7 +114,7 @@ def test_estimates_are_bounded_whatever_happens(steps: list[tuple[str, str, str,
             case "ended":
                 running.ended(engine, request)
             case "dropped":
-                running.dropped(engine, request, now)
+                running.dropped(engine, request, InFlight(running, now))
             case "reported":
                 generated[engine] += count
                 running.reported(engine, generated[engine], now)
@@ -118,3 +128,24 @@ def test_estimates_are_bounded_whatever_happens(steps: list[tuple[str, str, str,
             )
             assert sum(found) <= generated[name] + 1e-6
             assert running.rate(name) >= 0
+
+
+def test_a_thousand_that_are_dropped_at_once_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = BufferMachine(
+        RequestMachine(POLICIES["seer"], Limits(64)), WeightsMachine(1.0), SleepMachine(1.0)
+    )
+    statistics, looks = Statistics(machine), []
+    spread = RunningChunks.spread
+    monkeypatch.setattr(
+        RunningChunks,
+        "spread",
+        lambda *given: looks.append(given[1]) or spread(*given),  # type: ignore[func-returns-value]
+    )
+    statistics.running.reported("e", 0, 0.0)
+    for number in range(1000):
+        statistics.running.began("e", f"r/p#{number}", RunningChunk(number, 0.0, 0.0, 64))
+    statistics.running.reported("e", 5000, 1.0)
+    drops = [orders.dropped_chunk("e", f"r/p#{number}", number) for number in range(1000)]
+    statistics.record(2.0, events.EstimatesChanged({}, {}), drops)
+    assert statistics.running.requests("e") == []
+    assert looks == ["e"]

@@ -1,5 +1,7 @@
 """Rows to spans: ids that a second reading has, too, what ends early, and logs that are cut, rotated or damaged."""
 
+from types import SimpleNamespace
+
 import orders
 import pytest
 from log_spans import agreed, check_tree, held, named, spans_of
@@ -20,7 +22,10 @@ def rotated(tmp_path, monkeypatch):
     """The log of 8 rollouts in many segments."""
     monkeypatch.setattr(writer.Folder, "limit", 6000)
     monkeypatch.setattr(writer, "SNAPSHOTS", 2)
+    # The wall's clock goes with the log's: where it falls back, times depend on rows that the tail leaves out.
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1e9))
     buffer = LoggedBuffer(tmp_path)
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1e9 + buffer.now))
     for number in range(8):
         buffer.roll(number)
         buffer.now += 2 * QUIET_SECONDS
@@ -40,9 +45,11 @@ def told(*lines, reader=None):
     return reader
 
 
-def submitted(*prompts, submission=1, n=1, most=64, is_open=False):
+def submitted(*prompts, submission=1, n=1, most=64, is_open=False, digest=0):
     specs = [events.GroupSpec(prompt, 8) for prompt in prompts]
-    return events.GroupsSubmitted("t", "r", n, most, specs, submission=submission, open=is_open)
+    return events.GroupsSubmitted(
+        "t", "r", n, most, specs, submission=submission, open=is_open, params_digest=digest
+    )
 
 
 def test_spans_of_many_rollouts_say_what_the_report_says_and_nothing_is_kept(rotated):
@@ -88,7 +95,7 @@ def test_refused_cancelled_and_replaced_groups_end_and_say_why():
         (1.0, submitted("a", "b", "c", n=2), []),
         (2.0, orders.cancelled("t", "r", ["b"]), [cancelled]),
         (3.0, orders.cancelled("t", "r", ["b"]), [refused]),
-        (4.0, submitted("c", submission=2), []),
+        (4.0, submitted("c", submission=2, digest=1), []),
     )
     spans = reader.take(HEADER.started + 5 + QUIET_SECONDS)
     check_tree(spans)
@@ -145,6 +152,56 @@ def test_what_was_delivered_before_is_not_sent_again():
     assert held(reader) == 0
 
 
+def test_a_trainer_that_began_again_goes_on_with_what_its_buffer_has(tmp_path):
+    buffer = LoggedBuffer(tmp_path)
+    specs = [events.GroupSpec(prompt, 10) for prompt in "ab"]
+
+    def submitted(number):
+        return buffer.tell(events.GroupsSubmitted("t", "r", 2, 30, specs, submission=number))
+
+    todo, number = submitted(1), 1
+    while todo:
+        chunk = todo.pop(0)
+        todo += buffer.tell(
+            orders.ended(
+                chunk.instance,
+                chunk.request_id,
+                chunk.attempt,
+                7 if chunk.max_new_tokens > 6 else chunk.max_new_tokens,
+            )
+        )
+        if len(todo) == 3 and number == 1:
+            number = 2
+            todo += submitted(2)
+    buffer.tell(orders.acknowledged("t", "r", ["a", "b"]))
+    buffer.log.close()
+    spans, reader = spans_of(tmp_path)
+    check_tree(spans)
+    assert held(reader) == 0
+    assert [span.error for span in spans] == [None] * len(spans)
+    assert [span.attributes["gen_ai.usage.output_tokens"] for span in named(spans, "request")] == [30] * 4
+    assert sum(span.attributes["gen_ai.usage.output_tokens"] for span in named(spans, "chunk")) == 120
+    [rollout] = named(spans, "rollout")
+    assert (rollout.attributes["seer.submission"], rollout.attributes["seer.groups"]) == ("2", 2)
+
+
+def test_a_group_that_ended_while_the_log_could_not_be_written_has_ended_well(tmp_path):
+    buffer = LoggedBuffer(tmp_path)
+    todo = buffer.tell(events.GroupsSubmitted("t", "r", 1, 16, [events.GroupSpec("a", 10)], submission=1))
+    buffer.log.flush()
+    buffer.log._stop(OSError(28, "full"))
+    while todo:
+        chunk = todo.pop(0)
+        todo += buffer.tell(orders.ended(chunk.instance, chunk.request_id, chunk.attempt, 8))
+    buffer.log.tick(buffer.now + 3600)
+    buffer.tell(orders.acknowledged("t", "r", ["a"]))
+    buffer.log.close()
+    spans, reader = spans_of(tmp_path)
+    [group] = named(spans, "group")
+    assert (group.error, group.attributes["gen_ai.usage.output_tokens"]) == (None, 16)
+    assert not reader._groups
+
+
 # --- files ---------------------------------------------------------------------------------
 
 
@@ -163,6 +220,17 @@ def test_lines_are_read_as_they_come_and_a_dead_writers_last_one_is_left(rotated
             file.write(b'[1.0,["Tick"')  # killed
     found += tail.read()
     assert found == whole
+
+
+def test_a_file_that_is_no_segment_hides_none(rotated):
+    whole, tail = read(rotated), LogTail(rotated)
+    last = log_folder.segments(rotated)[-1]
+    text = last.read_bytes()
+    last.unlink()
+    (rotated / "notes.jsonl").write_text("{}\n")
+    found = list(tail.read())
+    last.write_bytes(text)
+    assert found + list(tail.read()) == whole
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 900 + b"\n", b'[1.0,["Nothing"],[]]\n', b"{}\n", b'"\xff"\n'])

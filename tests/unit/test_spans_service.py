@@ -12,7 +12,8 @@ from otlp_receiver import Receiver, attributes
 
 from seer.common.config import Config
 from seer.common.errors import InvalidField, Unreachable
-from seer.services.buffer.log import log_folder
+from seer.services.buffer.log import log_folder, rows
+from seer.services.buffer.requests import events
 from seer.spans import service as service_module
 from seer.spans.collector import Answer, Collector
 from seer.spans.service import SpanService
@@ -128,7 +129,7 @@ async def test_spans_that_became_too_old_are_dropped_and_counted(log, receiver):
     assert not receiver.spans
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 500])
+@pytest.mark.parametrize("status", [301, 302, 308, 400, 401, 404, 500])
 async def test_refused_spans_are_dropped_and_counted(log, receiver, status):
     receiver.status = status
     service = serving(log, receiver.url)
@@ -187,7 +188,36 @@ async def test_a_log_that_is_not_there_yet_is_awaited_and_rows_of_no_sense_stop_
         await until(lambda: len(receiver.named("group")) == 8)
 
 
-@pytest.mark.parametrize("url", ["localhost:4318", "ftp://a", "http://", "/v1/traces"])
+async def test_a_row_whose_numbers_are_too_large_stops_nothing(log, receiver):
+    row = events.GroupsSubmitted("t", "r", 1, 8, [events.GroupSpec("p", 8)], submission=4242)
+    with log_folder.segments(log)[-1].open("ab") as file:
+        file.write(rows.line(9e5, row, []).replace(b"4242", b"%d" % 2**70))
+    buffer = LoggedBuffer(log, incarnation=27)
+    buffer.roll(9)
+    buffer.log.close()
+    await run(serving(log, receiver.url))
+    assert len(receiver.named("group")) == 16
+
+
+async def test_a_fault_of_its_own_is_raised(log, receiver, monkeypatch):
+    monkeypatch.setattr(SpanService, "_keep", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await run(serving(log, receiver.url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:4318",
+        "ftp://a",
+        "http://",
+        "/v1/traces",
+        "http://[::1",
+        "http://a:b",
+        "http://a:99999",
+        "http://a/?key=b",
+    ],
+)
 def test_an_address_of_no_use_is_refused(log, url):
     with pytest.raises(InvalidField, match="--otlp"):
         serving(log, url)

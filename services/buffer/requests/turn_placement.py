@@ -123,8 +123,8 @@ class Trajectories:
         """
         latest = self._latest(group)
         if latest == group.group_id and latest in self.away:  # who took it up is awaited now, not who had it
-            away = self.away[latest]
-            away.address, away.submission = group.rollout.address, group.submission
+            taken_up = self.away[latest]
+            taken_up.address, taken_up.submission = group.rollout.address, group.submission
         if group.turn is None or latest == group.group_id or latest in self.returning:
             return
         if latest not in self.away and (latest or (group.done and not room)):

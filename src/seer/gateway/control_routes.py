@@ -52,7 +52,8 @@ class ControlRoutes:
 
     async def handle(self, request: Request) -> Response:
         """Answer a request of one of `HANDLERS`."""
-        return await HANDLERS[request.method, request.url.path](self, request)
+        method = "GET" if request.method == "HEAD" else request.method  # which a GET's route takes, too
+        return await HANDLERS[method, request.url.path](self, request)
 
     async def pause(self, request: Request) -> Response:
         """`/pause?mode=abort|wait|keep`."""

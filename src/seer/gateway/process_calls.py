@@ -3,7 +3,8 @@
 Invariants:
 - every call ends: with its result, the error of the other side, `LinkLost` or its deadline;
 - calls begin on the other side in the order in which they were made;
-- at most `MOST_CALLS` calls of the other side are served at once.
+- at most `MOST_CALLS` calls of the other side are served at once;
+- a call, or an answer, that is too long fails alone.
 """
 
 from __future__ import annotations
@@ -119,13 +120,19 @@ class Link:
             _log.exception("a call failed", call=call.name)
             reply = _Message(call.number, status=500, error="the gateway failed: its log says why")
         with contextlib.suppress(LinkLost):
-            await self._send(reply)
+            try:
+                await self._send(reply)
+            except HttpError as error:
+                await self._send(_Message(call.number, status=500, error=f"the answer is {error}"))
 
     async def _send(self, message: _Message) -> None:
         if self._lost:
             raise LinkLost("the process has ended")
+        line = msgspec.json.encode(message) + b"\n"
+        if len(line) > LINE_BYTES:  # the other side would end the link
+            raise HttpError(413, f"longer than {LINE_BYTES} bytes with all that comes with it")
         try:
-            self._writer.write(msgspec.json.encode(message) + b"\n")
+            self._writer.write(line)
             await self._writer.drain()
         except ConnectionError as error:
             raise LinkLost("the process has ended") from error

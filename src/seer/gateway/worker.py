@@ -23,8 +23,9 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import configure, get_logger
 from seer.common.process.service import transport_of
 from seer.gateway.control import Order
+from seer.gateway.errors import HttpError
 from seer.gateway.http import body_of
-from seer.gateway.process_calls import Link
+from seer.gateway.process_calls import Link, LinkLost
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both
 
@@ -49,7 +50,15 @@ class ControlRelay:
         """Answer a request of one of `control_routes.HANDLERS`."""
         body = (await body_of(request, self._most, self._body_seconds)).decode("latin-1")
         asked = request.method, request.url.path, request.url.query, body
-        kind, told = await self._link.call("control", *asked, seconds=self._seconds)
+        seconds = self._seconds if request.method == "POST" else 2 * CALL_SECONDS  # to ask takes no longer
+        try:
+            kind, told = await self._link.call("control", *asked, seconds=seconds)
+        except LinkLost as error:
+            raise HttpError(503, "the gateway's first process has ended") from error
+        except TimeoutError as error:
+            raise HttpError(
+                504, f"the gateway's first process did not answer within {seconds:g} s"
+            ) from error
         return Response(told, media_type=kind)
 
 

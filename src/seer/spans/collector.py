@@ -57,8 +57,7 @@ class Collector:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+        if url and not _is_address(url):
             raise InvalidField(
                 "--otlp", url, "give the collector's address for OTLP/HTTP, as http://host:4318"
             )
@@ -76,6 +75,9 @@ class Collector:
         """Send spans, within the exporter's timeout of 10 s."""
         self._status, self._body, self.why, self.rejected = None, b"", "", 0
         if self._exporter.export([_span(each) for each in spans]) is SpanExportResult.SUCCESS:
+            if self._status is not None and self._status >= 300:  # the exporter takes it for a success
+                self.why = f"status {self._status}, a redirection: give the address that it leads to"
+                return Answer.REFUSED
             self._rejections()
             return Answer.TAKEN
         if self._status in LATER and "encode" not in self.why:
@@ -101,6 +103,17 @@ class Collector:
     def _said(self, record: logging.LogRecord) -> bool:
         """Keep what the exporter logs as the reason; whoever sends says the rest."""
         self.why = record.getMessage()
+        return False
+
+
+def _is_address(url: str) -> bool:
+    """Return whether `/v1/traces` can follow it."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "?" not in url
+        )
+    except ValueError:  # no port, or no host in brackets
         return False
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from seer.services.buffer.log import rows
+from seer.services.buffer.log import log_folder, rows
 
 _IDLE = tuple(b',["%b",' % name for name in (b"EngineReported", b"EstimatesChanged"))
 _NOTHING = b",[]]\n"
@@ -50,8 +50,7 @@ class LogTail:
     def _later(self) -> Path | None:
         if not self._log.is_dir():
             return None if self._done or not self._log.exists() else self._log
-        names = (path for path in self._log.glob("*.jsonl") if path.name > self._done)
-        return min(names, default=None, key=lambda path: path.name)
+        return next((path for path in log_folder.segments(self._log) if path.name > self._done), None)
 
     def _open(self, path: Path) -> None:
         self._path, self._done, self._number, self._begun = path, path.name, 0, b""

@@ -25,7 +25,7 @@ from seer.common.config import Config
 from seer.common.errors import InvalidField, SeerError, Unreachable
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.services.buffer.log import rows
+from seer.services.buffer.log import log_folder, rows
 from seer.spans.collector import Answer, Collector
 from seer.spans.log_tail import LogTail
 from seer.spans.span_reader import Ended, SpanReader
@@ -64,7 +64,7 @@ class SpanService:
         self, _config: Config, _transport: Transport, _clock: Clock, *,
         log: Path, otlp: str, oldest: float, once: bool,
     ) -> None:  # fmt: skip
-        if once and not (log.is_file() or any(log.glob("*.jsonl"))):
+        if once and not (log.is_file() or (log.is_dir() and log_folder.segments(log))):
             raise InvalidField("LOG", str(log), "holds no log: give a folder or file that buffer.log wrote")
         self._collector = Collector(otlp)
         self._path, self._oldest, self._once = log, oldest, once
@@ -130,6 +130,8 @@ class SpanService:
             self._error = error
         except OSError as error:
             self._error = InvalidField("LOG", str(self._path), f"cannot be read: {error.strerror}")
+        except Exception as error:  # noqa: BLE001 - `run` raises it: else a thread ends, and all seems well
+            self._error = error
         finally:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._done.set)
@@ -155,7 +157,7 @@ class SpanService:
                 self._reader.begin(item)
             elif isinstance(item, rows.Line):
                 self._reader.add(item)
-        except (LookupError, ValueError, TypeError) as error:
+        except (LookupError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
             problem = error
         if problem is not None:
             self._tail.close()

@@ -102,6 +102,7 @@ class _Group:
     drafts: list[list[int]] = field(default_factory=list)
     version: int = -1
     error: str | None = None
+    params_digest: int = 0
 
 
 class SpanReader(LogReader):
@@ -115,7 +116,8 @@ class SpanReader(LogReader):
         self._quiet: dict[tuple[str, str, int], _Rollout] = {}  # without open groups
         self._instance = 0  # incarnation of the buffer
         self._live = -1
-        self._submission = 0  # of the row that is read
+        self._submission = self._digest = 0  # of the row that is read
+        self._going_on: set[str] = set()  # groups that the row's submission has, as they are
 
     def take(self, now: float = 0.0) -> list[Ended]:
         """Return the spans that ended since the last call. `now`: the time until which all rows were read."""
@@ -198,9 +200,11 @@ class SpanReader(LogReader):
 
     def _take_over_group(self, machine: BufferMachine, group: GroupState) -> None:
         self._submission = group.rollout.first_submission if group.rollout.open else group.submission
+        self._digest, self._going_on = group.rollout.params_digest, set()
         super()._take_over_group(machine, group)
         requests = [ids.request_id(group.group_id, index) for index in range(group.size)]
         if group.done:
+            self._look(group.group_id)  # it was open before a time of which there are no rows
             for request_id in requests:
                 self._responses.pop(request_id, None)
         else:
@@ -208,32 +212,72 @@ class SpanReader(LogReader):
             self._groups[group.group_id].version = max(group.rollout.weight_version, self._live)
 
     def _submitted(self, event: events.GroupsSubmitted) -> None:
-        self._submission = event.submission
+        self._submission, self._digest = event.submission, event.params_digest
+        self._going_on = self._kept_on(event)
         super()._submitted(event)
         for spec in event.groups:
             group_id = ids.group_id(event.rollout_id, spec.prompt_id)
             requests = [ids.request_id(group_id, index) for index in range(event.n)]
             self._open(group_id, spec.prompt_id, event.submission, requests)
 
-    def _open(self, group_id: str, prompt_id: str, submission: int, requests: list[str]) -> None:
-        responses = [self._responses[request_id] for request_id in requests]
-        known = self._groups.get(group_id)
-        if known is not None and known.responses[0] is responses[0]:
-            return  # submitted again
-        if known is not None:
-            self._over(known, error="replaced")
-        of = responses[0].rollout
-        rollout = _Rollout(of, self._submission, self._instance)
+    def _kept_on(self, event: events.GroupsSubmitted) -> set[str]:
+        """Return the open groups that the buffer goes on with, as `GroupRegistry.submitted` does.
+
+        A trainer that began again has submitted them again.
+        """
+        found = set()
+        for spec in event.groups:
+            group = self._groups.get(ids.group_id(event.rollout_id, spec.prompt_id))
+            if group is None or not spec.same or event.open or group.rollout.of.open:
+                continue
+            weights = -1 in (event.weight_version, group.version) or event.weight_version == group.version
+            of = group.rollout.of
+            if weights and (of.trainer, group.params_digest) == (event.trainer, event.params_digest):
+                found.add(group.group_id)
+        return found
+
+    def _response(self, rollout: Rollout, prompt_id: str, index: int, request_id: str) -> Response:
+        if (group := self._groups.get(request_id.rpartition("#")[0])) and group.group_id in self._going_on:
+            group.responses[index].rollout = rollout
+        return super()._response(rollout, prompt_id, index, request_id)
+
+    def _move(self, group: _Group) -> None:
+        """Count an open group for the later submission that has it now, which so began with it."""
+        before, size = group.rollout, len(group.responses)
+        before.groups, before.left = before.groups - 1, before.left - 1
+        before.requests -= size
+        before.end = max(before.end, self.timeline.end)
+        if not before.left:
+            self._quiet[before.key] = before
+        group.rollout = self._counted(group.responses)
+        of = group.rollout.of
+        of.submitted = min(of.submitted, group.start)
+
+    def _counted(self, responses: list[Response]) -> _Rollout:
+        rollout = _Rollout(responses[0].rollout, self._submission, self._instance)
         rollout = self._going.setdefault(rollout.key, rollout)
         self._quiet.pop(rollout.key, None)
         rollout.groups, rollout.left = rollout.groups + 1, rollout.left + 1
         rollout.requests += len(responses)
+        return rollout
+
+    def _open(self, group_id: str, prompt_id: str, submission: int, requests: list[str]) -> None:
+        responses = [self._responses[request_id] for request_id in requests]
+        known = self._groups.get(group_id)
+        if known is not None and known.responses[0] is responses[0]:
+            if known.rollout.of is not responses[0].rollout:
+                self._move(known)
+            return  # submitted again
+        if known is not None:
+            self._over(known, error="replaced")
+        rollout = self._counted(responses)
+        of = rollout.of
         trace = group_trace(of.trainer, of.rollout_id, submission, prompt_id)
         place = Place(trace, span_id(trace, "group", self._instance))
         group = _Group(group_id, prompt_id, rollout, place, min(r.submitted for r in responses), responses)
         group.chunks = [0] * len(responses)
         group.drafts = [[0, 0] for _ in responses]
-        group.version = self._live
+        group.version, group.params_digest = self._live, self._digest
         self._groups[group_id] = group
         for each in (of.responses, of.prompts):  # nobody asks for them
             each.clear()
