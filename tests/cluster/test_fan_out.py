@@ -152,13 +152,13 @@ async def test_a_trainer_that_stalls_does_not_send_all_to_the_buffer(monkeypatch
         spool = cluster.services["buffer"]._spool
         put, left, late = spool.put, 10, []
 
-        def stalling(reply, address, message):
+        def stalling(reply, address, message, *trainer):
             nonlocal left
             left -= isinstance(message, wire.SpoolData)
             if left < 0 and isinstance(message, wire.SpoolData):
                 late.append((reply, address, message))
             else:
-                put(reply, address, message)
+                put(reply, address, message, *trainer)
 
         spool.put = stalling
         update = asyncio.create_task(client.update_weights(1, tensors(1.0)))

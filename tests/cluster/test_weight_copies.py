@@ -39,11 +39,11 @@ def stall(cluster, after=10):
     spool, left = cluster.services["buffer"]._spool, after
     put = spool.put
 
-    def cut(reply, address, message):
+    def cut(reply, address, message, *trainer):
         nonlocal left
         left -= isinstance(message, wire.SpoolData)
         if left >= 0 or not isinstance(message, wire.SpoolData):
-            put(reply, address, message)
+            put(reply, address, message, *trainer)
 
     spool.put = cut
 

@@ -58,9 +58,9 @@ def counting(cluster):
     server, counts = cluster.services["buffer"], Counter()
     put, reply = server._spool.put, server._engines.hub.reply
 
-    def counted(answer, address, message):
+    def counted(answer, address, message, *trainer):
         counts["in"] += len(message.data) if isinstance(message, wire.SpoolData) else 0
-        put(answer, address, message)
+        put(answer, address, message, *trainer)
 
     async def replied(address, message):
         counts["out"] += len(message.data) if isinstance(message, wire.SpoolData) else 0
@@ -109,7 +109,7 @@ async def test_a_buffer_that_ends_amid_a_delta_finds_its_base_again(tmp_path, ma
     tensors, settings = first(), BufferConfig(chunk_size=32, spool=str(tmp_path / "spool"))
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
         await client.update_weights(1, tensors)
-        cluster.services["buffer"]._spool.put = lambda reply, address, message: None
+        cluster.services["buffer"]._spool.put = lambda *message: None
         update = asyncio.create_task(client.update_weights(2, stepped(tensors, 2)))
         await asyncio.sleep(1)
         await cluster.kill("buffer")
@@ -183,12 +183,12 @@ async def test_a_bit_that_flips_on_the_way_is_sent_again(machines):
         spool, flipped = cluster.services["buffer"]._spool, []
         put = spool.put
 
-        def damaging(reply, address, message):
+        def damaging(reply, address, message, *trainer):
             if isinstance(message, wire.SpoolData) and not flipped:
                 message.data = message.data.copy()
                 message.data[len(message.data) // 2] ^= 1
                 flipped.append(message.offset)
-            put(reply, address, message)
+            put(reply, address, message, *trainer)
 
         spool.put = damaging
         assert (await client.update_weights(2, stepped(tensors, 2))).digest == TensorStream(tensors).digest()
@@ -345,9 +345,9 @@ async def test_a_trainer_that_dies_amid_a_delta_changes_nothing(machines):
             server = cluster.services["buffer"]
             put = server._spool.put
 
-            def cut(reply, address, message):
+            def cut(reply, address, message, *trainer):
                 if not isinstance(message, wire.SpoolData):
-                    put(reply, address, message)
+                    put(reply, address, message, *trainer)
 
             server._spool.put = cut
             update = asyncio.create_task(client.update_weights(2, stepped(tensors, 2)))

@@ -76,14 +76,14 @@ async def test_damage_is_sent_again(monkeypatch, machines):
     async with running(engines=2) as cluster, cluster.client() as client:
         put = cluster.services["buffer"]._spool.put
 
-        def damaging(reply, address, message):
+        def damaging(reply, address, message, *trainer):
             if isinstance(message, wire.SpoolData):
                 sent.append(message.offset)
                 if len(sent) in (2, 5, 11):
                     message.checksum ^= 1
                 if len(sent) == 7:
                     return  # lost
-            put(reply, address, message)
+            put(reply, address, message, *trainer)
 
         cluster.services["buffer"]._spool.put = damaging
         live = await client.update_weights(1, tensors(1.0, LARGE))
@@ -107,11 +107,11 @@ def _cut_after(parts, cluster):
     spool = cluster.services["buffer"]._spool
     put, left = spool.put, parts
 
-    def cut(reply, address, message):
+    def cut(reply, address, message, *trainer):
         nonlocal left
         left -= isinstance(message, wire.SpoolData)
         if left >= 0:
-            put(reply, address, message)
+            put(reply, address, message, *trainer)
 
     spool.put = cut
     return spool
