@@ -1,6 +1,6 @@
 """An event loop whose time jumps to the next timer: hours of timeouts run in milliseconds.
 
-All async tests of a module that imports `pytestmark` from here run in virtual time, but those that are marked
+All async tests of a module with `pytestmark = VIRTUAL` run in virtual time, but those that are marked
 `real_time`; elsewhere use `@virtual` on a test, or `run(coroutine)`. When every task waits and no timer is set, nothing
 can ever wake: that raises `Deadlock` with the waiting tasks, and so does running past the limit. Threads
 and real sockets do not fit in here; use the `memory` transport.
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import pytest
 
-pytestmark = pytest.mark.virtual
+VIRTUAL = pytest.mark.virtual
 
 T = TypeVar("T")
 A = ParamSpec("A")

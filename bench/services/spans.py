@@ -51,7 +51,7 @@ class _Takes(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:  # type: ignore[override]
+    def log_message(self, *_: object) -> None:
         """Say nothing."""
 
 
@@ -84,7 +84,7 @@ async def measured(options: argparse.Namespace, url: str) -> dict[str, Any]:
         config = config_of(STEP_SECONDS, str(folder / "log"))
         file = folder / "config.json"
         file.write_bytes(msgspec.json.encode(config))
-        child.COMMAND = (sys.executable, THOUSAND, "service")  # type: ignore[assignment]
+        child.COMMAND = (sys.executable, THOUSAND, "service")
         spawn, here = child.Child.spawn, {"WATCH": name}
         children = {s: await spawn(s, s, config, here, folder, logged=False) for s in ("buffer", "context")}
         hosts = Engines(file, options.engines, min(4, options.engines))

@@ -46,7 +46,7 @@ def census(service: object) -> Counter[str]:
             return
         if isinstance(value, dict | list | set | frozenset | deque | asyncio.Queue):
             seen.add(id(value))
-            held: Any = value._queue if isinstance(value, asyncio.Queue) else value  # type: ignore[attr-defined]
+            held: Any = value._queue if isinstance(value, asyncio.Queue) else value
             sizes[path] += len(held)
             for item in held.values() if isinstance(held, dict) else held:
                 walk(item, f"{path}[]", depth + 1)

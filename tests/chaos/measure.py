@@ -147,7 +147,7 @@ def over(grown: Mapping[str, Mapping[str, object]], bounds: Mapping[str, float])
     for role, held in grown.items():
         for what, bound in bounds.items():
             for kind in ("per_hour", "from_life_to_life"):
-                slope = held.get(what, {}).get(kind)  # type: ignore[attr-defined]
+                slope = held.get(what, {}).get(kind)
                 if slope is not None and slope > bound:
                     found.append(f"{role}: {what} grows by {slope:g} an hour ({kind}), more than {bound:g}")
     return found

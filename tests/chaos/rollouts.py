@@ -139,13 +139,15 @@ class Judge:
         self._engine = system.config.engine
         self._cache: dict[tuple[str | int, ...], Expected] = {}
         self._undisturbed: dict[tuple[bool, str], dict[str, list[Answer]]] = {}
-        self.knows(undisturbed)
         self.versions = {0: trainer.digest(0)}
-        """Digests of the weights that anybody asked for."""
+        """Digests of the weights that engines began with, and of those that anybody asked for."""
+        self.knows(undisturbed)
 
     def knows(self, undisturbed: Sequence[Line], *, agents: bool = False) -> None:
         """Take these lines for what rollouts, or agents, answer with the weights of these lines."""
         for line in undisturbed:
+            if not line.version:
+                self.versions[0] = line.digest
             self._undisturbed.setdefault((agents, line.digest), {})[line.id] = line.answers
 
     def asked(self, version: int, model: str = "") -> None:
@@ -156,12 +158,7 @@ class Judge:
         """Count the responses of a group that are not what they must be."""
         use = asked.uses[line.use]
         versions = {use.version} if use.version else self.versions
-        if self._undisturbed and not line.version:
-            # Engines' own first weights, whose digest nobody asked for.
-            right = (bool(asked.turns), line.digest) in self._undisturbed and 0 in versions
-        else:
-            right = line.version in versions and self.versions[line.version] == line.digest
-        if not right:
+        if line.version not in versions or self.versions[line.version] != line.digest:
             return asked.n
         return self._expected(asked, use, line.digest).changed(line.id, line.answers)
 

@@ -1,11 +1,13 @@
 """What one engine learns of a group's drafts reaches the others with the group's next chunks."""
 
 from cluster_harness import PROMPTS, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SamplingParams
 from seer.common.policy.draft_costs import CELLS
 from seer.services.engine.replay.backend import ReplayBackend
+
+pytestmark = VIRTUAL
 
 GOOD = "0#"
 """What follows the rollout's id in names of responses to the prompt whose drafts are accepted."""

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from cluster_harness import Cluster, roll, running
 from msgspec.structs import replace
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import LoraAdapter, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.weights.digest import digest_of_folder
 from seer.services.engine.weights.holders import Buffer
+
+pytestmark = VIRTUAL
 
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
 

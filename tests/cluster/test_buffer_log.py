@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 from cluster_harness import Cluster, folder, roll, running
-from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually, virtual
 
 from seer.common.config import BufferConfig
 from seer.common.errors import ConfigError
@@ -16,6 +16,8 @@ from seer.services.buffer.log.replay import replay, replay_incarnation
 from seer.services.buffer.log.rows import LogError, read
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.request_machine import RequestMachine
+
+pytestmark = VIRTUAL
 
 
 async def eventful(tmp_path):

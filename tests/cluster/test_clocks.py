@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cluster_harness import PROMPTS, running
 from memory_transport import MemoryTransport
-from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import PROCESS, VIRTUAL, eventually
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common import ids
@@ -15,6 +15,8 @@ from seer.common.errors import SeerError
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.services.buffer import server as buffer
 from seer.services.engine import server as engine
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=60)
 HOUR = 3600

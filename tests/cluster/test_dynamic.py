@@ -6,7 +6,7 @@ import itertools
 import pytest
 from cluster_harness import running
 from invariants import check
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import (
     BufferLost,
@@ -22,6 +22,8 @@ from seer.client import (
     Scores,
 )
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=200)
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster_harness import Cluster, roll
 from msgspec.structs import replace
-from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import PROCESS, VIRTUAL, eventually
 
 from seer.client import WeightsRefused, weight_update
 from seer.client.tensor_stream import TensorStream
@@ -19,6 +19,8 @@ from seer.common.errors import InvalidField
 from seer.services.buffer import conductor
 from seer.services.buffer.weights.weights_machine import RETRY_SECONDS
 from seer.services.engine.weights import holders, updater
+
+pytestmark = VIRTUAL
 
 PARTS, PART_BYTES = 24, 1024
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from cluster_harness import running
 from prepared_images import placed, prepared
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import Placed, Prompt, RequestRefused, RolloutFailed, SamplingParams
 from seer.common import wire
@@ -22,6 +22,8 @@ from seer.common.net.hub import Hub
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.services.buffer.response_store import Store
 from seer.services.engine.replay.backend import image_salt
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=90, ignore_eos=True)
 LARGE = wire.IMAGE_PART_BYTES // 2  # numbers of an image of 4 MiB

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 from cluster_harness import check_alternatives, check_routes, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
+
+pytestmark = VIRTUAL
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16, replay=ReplayConfig(mean_tokens=300))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cluster_harness import PROMPTS, folder, roll, running
 from memory_transport import MemoryTransport
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import SamplingParams
 from seer.common import wire
@@ -14,6 +14,8 @@ from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
 from seer.common.errors import Unreachable
 from seer.observe.observer import Observer
 from seer.services.buffer.status import LAG_WINDOW_SECONDS, LoopLag
+
+pytestmark = VIRTUAL
 
 AT = Config().endpoints.trainers
 

@@ -7,11 +7,13 @@ import pytest
 from cluster_harness import VOCAB, check_alternatives, check_routes, check_tops, folder, running
 from invariants import check
 from msgspec import structs
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig
 from seer.services.engine.replay.backend import made_up_alternatives
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=100)
 PROMPTS = {f"p{number}": [*range(1, 3 + number)] for number in range(6)}

@@ -7,11 +7,13 @@ import contextvars
 import pytest
 from cluster_harness import PROMPTS, folder, running
 from memory_transport import MemoryTransport
-from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import PROCESS, VIRTUAL, eventually
 
 from seer.client import BufferLost, DeadlineExceeded, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 from seer.services.buffer import server as buffer_server
+
+pytestmark = VIRTUAL
 
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.1))
 SAMPLING = SamplingParams(max_tokens=100)

@@ -5,12 +5,14 @@ import json
 
 import pytest
 from cluster_harness import folder, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 from seer.common.ids import request_id
 from seer.common.receipt import problems
+
+pytestmark = VIRTUAL
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=300, receipt=True)

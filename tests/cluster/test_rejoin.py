@@ -5,12 +5,14 @@ import asyncio
 import pytest
 from cluster_harness import running
 from memory_transport import MemoryTransport
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common import ids, wire
 from seer.common.clock import LoopClock
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
+
+pytestmark = VIRTUAL
 
 
 async def test_an_incarnation_that_has_not_registered_yet_is_not_given_up_for_an_earlier_one():

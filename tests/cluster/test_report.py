@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from cluster_harness import PROMPTS, folder, running
 from log_spans import agreed
-from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
@@ -20,6 +20,8 @@ from seer.report.lost_share import Part
 from seer.report.records import End
 from seer.report.view import RolloutView, choose_rollout, lay_out
 from seer.services.buffer.log import log_folder, writer
+
+pytestmark = VIRTUAL
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 from cluster_harness import running
 from invariants import check
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
 from seer.common.errors import RolloutCancelled
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
+
+pytestmark = VIRTUAL
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
 

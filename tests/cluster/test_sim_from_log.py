@@ -3,12 +3,14 @@
 import pytest
 from cluster_harness import running
 from msgspec.structs import replace
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 from seer.sim.study import Task, Variant, perform
 from seer.sim_command.from_log import read_run
+
+pytestmark = VIRTUAL
 
 REPLAY = ReplayConfig(step_seconds=0.02, row_seconds=0.002, mean_tokens=150)
 ENGINE = EngineConfig(backend="replay", kv_blocks=60, max_num_seqs=16, replay=REPLAY)

@@ -5,12 +5,14 @@ import contextlib
 
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import InvalidField, SeerError, WeightsRefused
 from seer.common import wire
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig, SharedConfig
 from seer.common.sleep import SleepState
+
+pytestmark = VIRTUAL
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 from cluster_harness import running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import InvalidField, Prompt, RequestRefused, SamplingParams
 from seer.integrations.submissions import Keys, Place, Submission, generate, submissions
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=60)
 KEYS = Keys(seed=5, rollout_number=2, weight_version=-1)

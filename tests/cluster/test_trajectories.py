@@ -8,11 +8,13 @@ import pytest
 from cluster_harness import folder, running
 from invariants import check
 from memory_transport import MemoryTransport
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=24)
 PROMPTS = [Prompt(f"p{number}", token_ids=[*range(1, 4 + number)]) for number in range(3)]

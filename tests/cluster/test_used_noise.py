@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, running
-from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, virtual
 
 from seer.client import Prompt, SamplingParams
 from seer.client.dynamic import DynamicSampling
@@ -16,6 +16,8 @@ from seer.integrations.skyrl.sessions import Sessions
 from seer.integrations.submissions import Keys, generate
 from seer.integrations.verl.groups import Copies, GroupKey, Request
 from seer.integrations.verl.turns import Session, Turns
+
+pytestmark = VIRTUAL
 
 PROMPTS = [Prompt("a", token_ids=[1, 2]), Prompt("b", token_ids=[3])]
 SAMPLING = SamplingParams(max_tokens=12)

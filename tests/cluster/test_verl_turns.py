@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 from cluster_harness import folder, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import DeadlineExceeded, Prompt, SamplingParams
 from seer.integrations.verl.groups import FIRST, SEGMENT, TURN, GroupKey, Request, prompt_id
 from seer.integrations.verl.turns import Session, Turns
+
+pytestmark = VIRTUAL
 
 KEY = GroupKey(step=2, validate=False, index="17", copy=0)
 TOKENS = (5, 6, 7, 8)

@@ -8,7 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import WeightsRefused
 from seer.common import wire
@@ -18,6 +18,8 @@ from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.services.engine.weights import fetcher
 from seer.services.engine.weights.checker import CheckedWeights
 from seer.services.engine.weights.holders import Buffer, Copy
+
+pytestmark = VIRTUAL
 
 LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from cluster_harness import roll, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import InvalidField, SentWeights, WeightsRefused, sent_weights
 from seer.client.tensor_stream import TensorStream
@@ -15,6 +15,8 @@ from seer.common.config import BufferConfig
 from seer.services.buffer.weights import spool_delta
 from seer.services.engine.weights import delta_source
 from seer.services.engine.weights.holders import Buffer, Copy
+
+pytestmark = VIRTUAL
 
 SIZE = 100_000
 FEW = 0.04

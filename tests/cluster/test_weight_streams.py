@@ -5,13 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
 from seer.services.engine.weights.holders import Buffer, Copy
+
+pytestmark = VIRTUAL
 
 LARGE = (
     wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4

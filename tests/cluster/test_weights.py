@@ -5,11 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import RequestRefused, RolloutCancelled, WeightsRefused
 from seer.common.config import EngineConfig, ReplayConfig
 from seer.common.errors import EngineError
+
+pytestmark = VIRTUAL
 
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import Publisher
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -21,6 +21,8 @@ from seer.services.buffer import server as buffer_server
 from seer.services.buffer import submissions
 from seer.services.buffer.requests.engine_deaths import SUSPECT_DEATHS
 from seer.services.buffer.server import BufferServer
+
+pytestmark = VIRTUAL
 
 HASH = shared_hash(Config().shared)
 SILENT_SECONDS = BufferConfig().engine_silence_seconds

@@ -7,7 +7,7 @@ from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
 from structlog.testing import capture_logs
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
@@ -26,6 +26,8 @@ from seer.common.wire import (
     version,
 )
 from seer.common.wire.codec import encode
+
+pytestmark = VIRTUAL
 
 
 async def test_a_handshake_then_messages_both_ways():

@@ -5,12 +5,14 @@ import asyncio
 import pytest
 from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common.errors import Unreachable
 from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
 from seer.common.wire import EngineToBuffer, Hello, Ping, Refused, Welcome, version
 from seer.common.wire.codec import Decoder, encode
+
+pytestmark = VIRTUAL
 
 
 class Scripted:

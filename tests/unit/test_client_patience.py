@@ -6,13 +6,15 @@ import time
 import pytest
 from fake_buffer import ENDPOINT, answering, connect, connected, group, progress
 from msgspec import structs
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import BufferLost, DeadlineExceeded, RolloutFailed, WeightsRefused, prompts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
 from seer.common.net.identity import CHECK_SECONDS
+
+pytestmark = VIRTUAL
 
 
 async def restart(buffer):

@@ -5,11 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import SentWeights, SharedTensors, WeightsRefused
 from seer.client.weight_update import Update, new_call_id
 from seer.common import wire
+
+pytestmark = VIRTUAL
 
 TENSORS = {"w": np.arange(wire.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
 

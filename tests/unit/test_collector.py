@@ -7,10 +7,12 @@ import gc
 import weakref
 
 import pytest
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common.clock import LoopClock
 from seer.common.process import collector
+
+pytestmark = VIRTUAL
 
 
 class Cycle:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -21,6 +21,8 @@ from seer.common.policy.schedule import POLICIES
 from seer.services.context import server as context_server
 from seer.services.context.context_machine import EstimateMachine
 from seer.services.context.server import MOST_OF_TIME, make
+
+pytestmark = VIRTUAL
 
 CAP = 1000
 

@@ -6,7 +6,7 @@ import numpy as np
 from dgds_system import GROUP, array, client_of, system
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -14,6 +14,8 @@ from seer.services.dgds import server as dgds_server
 from seer.services.dgds.connection import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.packing import group_digest, pack
 from seer.services.dgds.resend_buffer import OVERHEAD_TOKENS, RESEND_SECONDS, ResendBuffer
+
+pytestmark = VIRTUAL
 
 
 def test_several_reports_of_one_gap_rewind_once():

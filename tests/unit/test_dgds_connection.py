@@ -4,12 +4,14 @@ import asyncio
 
 import numpy as np
 from dgds_system import GROUP, system
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common import wire
 from seer.services.dgds.connection import OPEN_SECONDS, SHARE
 from seer.services.dgds.packing import group_digest, pack
 from seer.services.dgds.resend_buffer import OVERHEAD_TOKENS, ResendBuffer
+
+pytestmark = VIRTUAL
 
 KEY, OTHER, THIRD = (1, 0), (1, 1), (1, 2)
 

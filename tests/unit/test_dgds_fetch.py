@@ -6,7 +6,7 @@ import pytest
 from dgds_system import GROUP, array, system
 from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec.structs import replace
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -16,6 +16,8 @@ from seer.services.dgds import connection, past_groups_file
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.packing import group_digest, pack, prompt_digest
 from seer.services.dgds.server import make
+
+pytestmark = VIRTUAL
 
 PROMPT, OTHER_PROMPT = array(1, 2, 3), array(4)
 REMEMBERING = Config(dgds=DgdsConfig(remember_tokens=10**6))

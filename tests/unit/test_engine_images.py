@@ -5,13 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 from engine_system import engine
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.errors import ConfigError
 from seer.common.prepared_image import make
 from seer.common.types import MAX_IMAGE_BYTES, Placed
 from seer.services.engine.images import ASK_SECONDS, EngineImages
+
+pytestmark = VIRTUAL
 
 PART = wire.IMAGE_PART_BYTES
 

@@ -7,7 +7,7 @@ import numpy as np
 from cluster_harness import folder
 from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
@@ -20,6 +20,8 @@ from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.checker import CheckedWeights
 from seer.services.engine.weights.manifest import read_manifest
+
+pytestmark = VIRTUAL
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 

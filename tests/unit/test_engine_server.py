@@ -9,7 +9,7 @@ from cluster_harness import folder
 from engine_system import REPLAY, Buffer, engine
 from memory_transport import MemoryNetwork, MemoryTransport
 from msgspec import structs
-from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually, virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -25,6 +25,8 @@ from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer, make
 from seer.services.engine.weights.manifest import read_manifest
+
+pytestmark = VIRTUAL
 
 
 async def test_it_registers_what_the_backend_is():

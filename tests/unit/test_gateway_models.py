@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import LoraAdapter
 from seer.common.config import Config
@@ -16,6 +16,8 @@ from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Adapter, Models
 from seer.gateway.this_process import ThisProcess
+
+pytestmark = VIRTUAL
 
 
 def models(status=None):

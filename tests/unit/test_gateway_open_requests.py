@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
 from seer.common.config import BufferConfig, Config, GatewayConfig
@@ -21,6 +21,8 @@ from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.this_process import ThisProcess
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=10)
 ASKS = Question(1, SAMPLING, 3)

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -14,6 +14,8 @@ from seer.common.prepared_image import make
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.services.buffer.images.image_folder import NAME, ImageFolder
 from seer.services.buffer.images.image_server import ImageServer
+
+pytestmark = VIRTUAL
 
 PART = wire.IMAGE_PART_BYTES
 

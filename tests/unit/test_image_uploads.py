@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 from prepared_images import placed, prepared
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.client import Placed, Prompt, prepared_image
 from seer.client.image_uploads import ASK_SECONDS, ImageUploads
@@ -14,6 +14,8 @@ from seer.client.prompts import prepare
 from seer.common.errors import InvalidField
 from seer.common.types import MAX_IMAGES
 from seer.common.wire import IMAGE_PART_BYTES, IMAGES_AT_ONCE, ImageData, ImageState, OpenImage
+
+pytestmark = VIRTUAL
 
 LARGE = prepared(0, IMAGE_PART_BYTES // 2)  # 4 MiB and a header: three parts
 GRID, PIXELS = np.array([[1, 2, 2]]), np.ones((4, 6), np.float32)

@@ -8,7 +8,7 @@ from cluster_harness import folder
 from memory_transport import MemoryTransport
 from msgspec import structs
 from virtual_nodes import ENGINE, buffer_alone, running, said
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.blobs import Blob
@@ -21,6 +21,8 @@ from seer.services.engine.nodes import same_settings
 from seer.services.engine.nodes.leader import SILENT_SECONDS, UNCONNECTED_SECONDS
 from seer.services.engine.nodes.same_settings import check_nodes, difference
 from seer.services.engine.weights.manifest import read_manifest
+
+pytestmark = VIRTUAL
 
 
 @pytest.mark.parametrize(

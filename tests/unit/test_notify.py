@@ -9,9 +9,11 @@ import sys
 import time
 
 import pytest
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common.process.notify import BEAT_SECONDS, Notifier
+
+pytestmark = VIRTUAL
 
 DEADLINE = 60.0
 

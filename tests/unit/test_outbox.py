@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -22,6 +22,8 @@ from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS
 from seer.common.types import Capacity
 from seer.services.buffer import peers
 from seer.services.buffer.peers import MAX_SIZE, MAX_VERSIONS, Peers, check_register
+
+pytestmark = VIRTUAL
 
 ENDPOINT = "tcp://127.0.0.1:7101"
 LATER = 1 << 20

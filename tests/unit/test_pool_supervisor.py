@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 import pytest
-from virtual_time import PROCESS, eventually, pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import PROCESS, VIRTUAL, eventually
 
 from seer.common.clock import LoopClock
 from seer.common.config import Config, PoolConfig
@@ -22,6 +22,8 @@ from seer.services.pool.memory_process import READY
 from seer.services.pool.owner import MISSING_SECONDS, Folder, PoolOwner
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError
 from seer.services.pool.supervisor import HEALTHY_SECONDS, LONGEST_SECONDS, supervise
+
+pytestmark = VIRTUAL
 
 STOPS = (5.0, 15.0, 45.0, 90.0)
 BACK_SECONDS = 60.0

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from lag import LaggedTransport, first
 from memory_transport import MemoryNetwork, MemoryTransport
-from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
@@ -16,6 +16,8 @@ from seer.common.net.hub import Hub
 from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity
 from seer.common.types import InstanceStats
 from seer.common.wire.codec import encode
+
+pytestmark = VIRTUAL
 
 ENDPOINT = "tcp://127.0.0.1:7102"
 ME = Identity(role="engine", name="e1", incarnation=1)

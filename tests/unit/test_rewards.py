@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, virtual
 
 from seer.client import (
     InvalidField,
@@ -23,6 +23,8 @@ from seer.client.prompts import prepare
 from seer.client.reward_calls import measure
 from seer.client.used_noise import UsedNoise
 from seer.common.wire import GroupDone
+
+pytestmark = VIRTUAL
 
 N = 3
 

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from cluster_harness import roll, running
-from virtual_time import eventually, pytestmark, run  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually, run
 
 from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
@@ -16,6 +16,8 @@ from seer.common.blobs import checksum
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig
 from seer.services.buffer.weights.spool import Spool
+
+pytestmark = VIRTUAL
 
 CALLS = (
     "open",

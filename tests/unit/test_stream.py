@@ -9,7 +9,7 @@ from faulty_transport import Faults, FaultyTransport
 from lag import LaggedTransport
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
-from virtual_time import eventually, pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, eventually, virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
@@ -28,6 +28,8 @@ from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
 from seer.services.buffer.requests import state
 from seer.services.buffer.requests.turn_placement import Trajectories
+
+pytestmark = VIRTUAL
 
 
 async def test_deltas_follow_a_snapshot():

@@ -4,7 +4,7 @@ import asyncio
 
 from memory_transport import MemoryNetwork, MemoryTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
@@ -17,6 +17,8 @@ from seer.common.wire import (
     SnapshotRequest,
 )
 from seer.common.wire.codec import encode
+
+pytestmark = VIRTUAL
 
 
 def delta(incarnation, sequence, **estimates):

@@ -7,12 +7,14 @@ import pytest
 from fake_buffer import connect, connected, turns
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_time import pytestmark, virtual  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL, virtual
 
 from seer.client import InvalidField, Prompt, RolloutClient, SamplingParams
 from seer.client.used_noise import ROLLOUTS_PER_VERSION, UsedNoise
 from seer.common.types import TurnSpec
 from seer.common.wire import Message, Refused, Submit
+
+pytestmark = VIRTUAL
 
 SAMPLING = SamplingParams(max_tokens=3)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from virtual_time import pytestmark  # noqa: F401 - async tests here run in virtual time
+from virtual_time import VIRTUAL
 
 from seer.client import RolloutFailed, SamplingParams
 from seer.integrations.verl.groups import WAIT_SECONDS, GroupKey, Request, Submission
 from seer.integrations.verl.sessions import Sessions
+
+pytestmark = VIRTUAL
 
 KEY = GroupKey(step=1, validate=False, index="0", copy=0)
 REQUEST = Request((1, 2), SamplingParams())

@@ -13,7 +13,6 @@ Invariants (tests/property/test_queue.py, tests/property/test_shares.py):
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
@@ -115,8 +114,10 @@ class SharedQueue:
     def takes(self, trainer: str, cost: int, now: float) -> None:
         """Note that a chunk of a trainer begins."""
         first = self._first()
-        lowest = math.inf if first in (None, trainer) else self.shares.level(str(first))
-        self.shares.takes(trainer, cost, now, lowest)
+        if first is None or first == trainer:
+            self.shares.takes(trainer, cost, now)
+        else:
+            self.shares.takes(trainer, cost, now, self.shares.level(first))
         self._rank(trainer)
 
     def gives(self, trainer: str, cost: int, now: float) -> None:
@@ -146,7 +147,9 @@ class SharedQueue:
         return None if first is None else self._of[first].head()
 
     def heads(self, count: int) -> list[str]:
-        """Return the ids that go next of the first `count` trainers, in the trainers' order."""
+        """Return the ids that go next of the first `count` trainers, in their order; none while one waits."""
+        if len(self._of) < 2:
+            return []
         first = heapq.nsmallest(count, self._of, key=lambda each: (self.shares.level(each), each))
         return [head for each in first if (head := self._of[each].head()) is not None]
 

@@ -9,14 +9,15 @@ Invariants:
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from seer.gateway.answers import Choice, Json
+from seer.gateway.answers import Choice, Json, Style
 from seer.gateway.request_bodies import ChatBody
 from seer.gateway.responses_body import ResponsesBody
 from seer.gateway.stream_answers import Sent, StreamedAnswer
+from seer.gateway.text_stream import TextStream
 from seer.gateway.tools import CallReader
 
 
@@ -86,8 +87,16 @@ def _call(call: Json) -> Json:
 class StreamedResponse(StreamedAnswer):
     """The events of a response."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:  # noqa: ANN401 - those of StreamedAnswer
-        super().__init__(*given, **options)
+    def __init__(
+        self,
+        head: Json,
+        prompts: Sequence[list[int]],
+        n: int,
+        style: Style,
+        new_text: Callable[[list[int]], TextStream] | None = None,
+        calls_by: CallReader | None = None,
+    ) -> None:
+        super().__init__(head, prompts, n, style, new_text, calls_by)
         self._number = 0
         self._message = _new("msg")
         self._said: list[str] = []

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -61,7 +60,7 @@ class Collector:
             raise InvalidField(
                 "--otlp", url, "give the collector's address for OTLP/HTTP, as http://host:4318"
             )
-        session: Any = requests.Session()
+        session = requests.Session()
         session.hooks["response"].append(self._answered)
         endpoint = f"{url.removesuffix('/')}/v1/traces" if url else None
         self._exporter = OTLPSpanExporter(endpoint=endpoint, session=session)
@@ -89,7 +88,7 @@ class Collector:
         _SAYS.removeFilter(self._said)
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
-    def _answered(self, response: Any, *_: object, **__: object) -> None:  # noqa: ANN401 - requests has no types
+    def _answered(self, response: requests.Response, *_: object, **__: object) -> None:
         self._status, self._body = response.status_code, response.content
 
     def _rejections(self) -> None:
@@ -144,7 +143,7 @@ def _context(place: Place) -> SpanContext:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return min(max(int(min(max(seconds, 0.0), 1e10) * 1e9), 0), _LARGEST)
+    return int(min(max(seconds, 0.0), 9e9) * 1e9)
 
 
 def _clean(value: Value) -> Value:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from seer.common.clock import Clock
 from seer.common.config import Config
-from seer.common.errors import InvalidField, SeerError, Unreachable
+from seer.common.errors import InvalidField, Unreachable
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.buffer.log import log_folder, rows
@@ -126,8 +126,6 @@ class SpanService:
                 if all_read:
                     self._caught_up = True
                     self._stopping.wait(POLL_SECONDS)
-        except SeerError as error:
-            self._error = error
         except OSError as error:
             self._error = InvalidField("LOG", str(self._path), f"cannot be read: {error.strerror}")
         except Exception as error:  # noqa: BLE001 - `run` raises it: else a thread ends, and all seems well
