@@ -14,6 +14,7 @@ from virtual_time import PROCESS
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig, SharedConfig
+from seer.common.net.keys import ANYONE, User
 from seer.common.net.transport.base import Transport
 from seer.common.process.service import Service
 from seer.services.buffer import server as buffer
@@ -81,8 +82,11 @@ class Cluster:
         await asyncio.wait_for(self._tasks.pop(name), seconds)
         await self._transports.pop(name).close()
 
-    def client(self, transport: Transport | None = None, **options: object) -> RolloutClient:
-        transport = transport or MemoryTransport(self.network)
+    def client(
+        self, transport: Transport | None = None, user: User = ANYONE, **options: object
+    ) -> RolloutClient:
+        """A trainer with the key of `user`."""
+        transport = transport or MemoryTransport(self.network, user=user)
         return RolloutClient(Config().endpoints.trainers, transport=transport, **options)
 
     async def stop(self) -> None:

@@ -36,7 +36,7 @@ class System:
     def __init__(self, folder):
         self.folder, self.keys = folder, folder / "keys"
         init(self.keys)
-        add(self.keys, ["engine:e0", "engine:e1", "trainer:run", "observer:top"], "")
+        add(self.keys, ["engine:e0", "engine:e1", "trainer:run", "observer:top", "generator:agents"], "")
         endpoints = dict(
             zip(SOCKETS, (f"tcp://127.0.0.1:{port}" for port in ports(len(SOCKETS))), strict=True)
         )

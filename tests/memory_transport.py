@@ -98,7 +98,7 @@ class MemoryNetwork:
 
 class _MemoryDealer:
     problem = ""
-    user: User | None = ANYONE
+    user: User = ANYONE
 
     def __init__(self, network: MemoryNetwork, host: str, endpoint: str, identity: bytes) -> None:
         self.identity = identity
@@ -342,11 +342,12 @@ class _MemoryPublisher:
 
 
 class MemoryTransport:
-    """The sockets of one simulated process, on a host of the network."""
+    """The sockets of one simulated process, on a host of the network; `user`: whose key it connects with."""
 
-    def __init__(self, network: MemoryNetwork, host: str = "") -> None:
+    def __init__(self, network: MemoryNetwork, host: str = "", user: User = ANYONE) -> None:
         self._network = network
         self._host = host
+        self._user = user
         self._made: list[_MemoryRouter | _MemoryDealer | _MemoryPublisher | _MemorySubscriber] = []
 
     async def router(self, endpoint: str, queue: int | None = None) -> _MemoryRouter:
@@ -358,6 +359,7 @@ class MemoryTransport:
     async def dealer(self, endpoint: str, identity: bytes) -> _MemoryDealer:
         """Connect a DEALER under `identity`."""
         dealer = _MemoryDealer(self._network, self._host, endpoint, identity)
+        dealer.user = self._user
         self._made.append(dealer)
         return dealer
 

@@ -47,6 +47,7 @@ _ASKING = frozenset({"status", "ping"})
 ROLES: Mapping[str, frozenset[str]] = {
     SERVER: _READS | {"buffer", "context", "dgds"},
     "trainer": _READS,
+    "generator": _READS,
     "engine": _READS | {"engine", "node"},
     "service": _READS | {"buffer", "context", "dgds"},
     "observer": _READS,
@@ -55,10 +56,13 @@ ROLES: Mapping[str, frozenset[str]] = {
 }
 """Roles of keys, and those that their holders may take in a `Hello`. Keys for HTTP are for the gateway."""
 
-SUBMITS = frozenset({"trainer", OPERATOR})
+SUBMITS = frozenset({"trainer", "generator", OPERATOR})
 """Whose holders do what trainers do; others that come as one may only ask how things are."""
 
-NAMED = frozenset({"trainer", "engine", "observer"})
+CHANGES = SUBMITS - {"generator"}
+"""Whose holders change what all trainers have: the weights, and whether engines sleep."""
+
+NAMED = frozenset({"trainer", "generator", "engine", "observer"})
 """Roles of keys that hold for one name."""
 
 _log = get_logger()
@@ -76,6 +80,14 @@ class User(msgspec.Struct, frozen=True):
     def only_reads(self, role: str) -> bool:
         """Return whether it may do no more, in this role, than ask how things are."""
         return role in _ASKING or (role == "trainer" and self.role not in SUBMITS)
+
+    @property
+    def lacks(self) -> str:
+        """Why it must not change what all trainers have; empty if it may."""
+        if self.role in CHANGES:
+            return ""
+        why = "which has no right to update weights or to have engines sleep or wake"
+        return f"its key is for {self}, {why}: a key trainer:NAME has it"
 
     def objection(self, role: str, name: str) -> str:
         """Return why it must not come with this role and name; empty if it may."""

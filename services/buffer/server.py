@@ -30,7 +30,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import buffer_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
-from seer.services.buffer import submissions, views
+from seer.services.buffer import rights, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.events import FromTrainer
@@ -254,7 +254,10 @@ class BufferServer:
                     )
                 continue
             self.conductor.received_from_trainer(address, self._trainer_hub.session(address))
-            if isinstance(message, wire.Submit):
+            user = self._trainer_hub.user(address)
+            if isinstance(message, rights.CHANGING) and user.lacks:
+                reply = rights.refusal(user, message)
+            elif isinstance(message, wire.Submit):
                 reply = await self._submit(name, address, message)
             else:
                 reply = self._from_trainer(name, address, message)

@@ -89,7 +89,7 @@ class Peer:
             self.left, self.patience = min(self.left, 2 * BURST), 0  # most are not let in, and get no room
         if which == "none":
             return
-        other = rng.choice(("observer", "engine" if role == "trainer" else "trainer"))
+        other = rng.choice(("observer", "generator", "engine" if role == "trainer" else "trainer"))
         file = keys / f"{role if which == 'right' else other}.key"
         secret = file.read_text().split()[1].encode()
         public, unknown = zmq.curve_keypair()

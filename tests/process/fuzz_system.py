@@ -23,7 +23,7 @@ SERVICES = ("buffer", "context", "dgds", "engine")
 OWNERS = {"trainers": "buffer", "engines": "buffer", "events": "buffer", "event_snapshots": "buffer",
           "estimates": "context", "estimate_snapshots": "context", "dgds": "dgds"}  # fmt: skip
 PROMPTS = [[i + 1] * (i + 2) for i in range(6)]
-USERS = ["engine:e0", "engine:*", "trainer:background", "trainer:*", "observer:*"]
+USERS = ["engine:e0", "engine:*", "trainer:background", "trainer:*", "observer:*", "generator:*"]
 """Whose keys are admitted where keys are used."""
 
 SAMPLING = SamplingParams(max_tokens=64)

@@ -21,6 +21,10 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
             assert {each.name for each in (await observer.status()).instances} == {"e0", "e1"}
             with pytest.raises(SeerError, match="may only read"):
                 await rolled(observer, 1, 10)
+        async with system.client("generator-agents") as generator:
+            assert len(await rolled(generator, 3, 10)) == len(PROMPTS)
+            with pytest.raises(SeerError, match="generator:agents, which has no right"):
+                await generator.sleep()
         rolling = asyncio.create_task(rolled(client, 2, 400))
         await asyncio.sleep(0.5)
         revoke(system.keys, ["engine:e1"])

@@ -190,6 +190,8 @@ def test_what_a_key_allows():
     assert User("trainer", "*").objection("trainer", "whatever") == ""
     assert User("engine", "a").objection("node", "a") == ""
     assert "not for the name 'runs'" in User("trainer", "run").objection("trainer", "runs")
+    assert "not for the name 'x'" in User("generator", "run").objection("trainer", "x")
+    assert User("generator", "run").share("run-3", {}) == "run"
     for role in ROLES:
         assert bool(User(role, "a").objection("ping", "host")) == (role == "http")
         assert bool(User(role, "a").objection("buffer", "buffer")) == (
@@ -249,5 +251,6 @@ def test_who_comes_to_ask_may_only_ask_whatever_its_key():
         assert User(role, "a").only_reads("status")
     assert User("observer", "a").only_reads("trainer")
     assert not User("trainer", "a").only_reads("trainer")
+    assert not User("generator", "a").only_reads("trainer")
     assert not User("engine", "a").only_reads("engine")
     assert not User("service", "a").only_reads("context")
