@@ -98,7 +98,7 @@ class BufferConfig(Section, frozen=True):
     """Weights by which trainers share the engines, by the names of their keys, or of clients without keys;
     default: 1 each: docs/scheduling.md."""
     max_requests: Count = 200_000
-    """Bound on unfinished requests."""
+    """Bound on a trainer's unfinished requests; all trainers together may have four times as many."""
     engine_wait_seconds: Seconds = 600.0
     """How long accepted work may wait for a first engine before it is failed."""
     engine_silence_seconds: Annotated[float, Within(2.0, MAX_SECONDS, "engines report every second")] = 20.0
@@ -125,13 +125,16 @@ class BufferConfig(Section, frozen=True):
     """Folder for the images of prompts, in `seer-images`; they outlast the buffer there. Default: a temporary
     one."""
     image_bytes: Bytes = 16 * 2**30
-    """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
+    """Bound on them; beyond it, those that no prompt needs go, the least recently used first. One trainer's
+    prompts may need three quarters of it."""
     result_bytes: Bytes | None = None
-    """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
-    for. Default: a quarter of the process's memory limit, at most 8 GiB."""
+    """Bound on finished groups that wait; beyond it the oldest is dropped of the trainer that has most for
+    its share, and generated again if asked for. Default: a quarter of the process's memory limit, at most
+    8 GiB."""
     unfinished_bytes: Bytes | None = None
-    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail.
-    Default: a third of the process's memory limit, at most 16 GiB."""
+    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail of
+    the trainer that has most for its share. Default: a third of the process's memory limit, at most 16 GiB.
+    """
     trainer_lease_seconds: Annotated[float, Within(10.0, MAX_SECONDS, "trainers are heard every 5 s")] = (
         3600.0
     )

@@ -3,7 +3,9 @@
 from seer.common import ids
 from seer.common.policy.placement import stay_or_least_loaded
 from seer.services.buffer.requests.group_registry import GroupRegistry
+from seer.services.buffer.requests.holdings import ALL, Holdings
 from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.buffer.requests.state import GroupState
 from seer.services.buffer.statistics import Statistics
 
 
@@ -82,6 +84,19 @@ def check_trajectories(registry: GroupRegistry) -> None:
     assert all(trajectories.latest[away.key] == name for name, away in trajectories.away.items())
 
 
+def check_holdings(registry: GroupRegistry, unfinished: list[GroupState]) -> None:
+    """What each trainer holds is what its groups and trajectories say."""
+    counted = Holdings({})
+    for group in unfinished:
+        counted.add(group.rollout.share, requests=group.size, tokens=group.held)
+    for group in registry.finished.values():
+        counted.add(group.rollout.share, results=group.tokens)
+    trajectories = registry.trajectories
+    for name in trajectories.away.keys() - trajectories.returning.keys():
+        counted.add(trajectories.away[name].share, requests=1)
+    assert (counted.all, counted.of) == (registry.holdings.all, registry.holdings.of)
+
+
 def check_registry(machine: RequestMachine) -> None:
     registry, limits = machine.registry, machine.limits
     for group in registry.groups.values():
@@ -104,13 +119,14 @@ def check_registry(machine: RequestMachine) -> None:
     assert sum(len(rollout.members) for rollout in registry.rollouts.values()) == len(registry.groups)
     assert set(machine.estimates) <= set(registry.groups)
     unfinished = [group for group in registry.groups.values() if not group.done]
-    assert registry.unfinished_requests == sum(group.size for group in unfinished)
-    assert registry.unfinished_requests + registry.trajectories.awaited <= limits.max_requests
     check_trajectories(registry)
-    assert registry.unfinished_tokens == sum(group.held for group in unfinished) <= limits.unfinished_tokens
+    check_holdings(registry, unfinished)
+    assert sum(group.held for group in unfinished) <= limits.unfinished_tokens
+    held = registry.holdings
+    assert max((each.requests for each in held.of.values()), default=0) <= limits.max_requests
+    assert held.all.requests <= ALL * limits.max_requests
     assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)
-    assert registry.finished_tokens == sum(group.tokens for group in registry.finished.values())
-    assert registry.finished_tokens <= limits.result_tokens or len(registry.finished) == 1
+    assert held.all.results <= limits.result_tokens or len(registry.finished) == 1
 
 
 def check_statistics(statistics: Statistics, machine: RequestMachine, opened: int, dispatched: int) -> None:

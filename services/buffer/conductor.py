@@ -65,11 +65,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A submission of a trainer, and its prompts by id."""
+    """A submission of a trainer, its prompts by id, and by whose `share` it runs; by default its own."""
 
     trainer: str
     submit: wire.Submit
     prompts: Mapping[str, SubmittedPrompt]
+    share: str = ""
 
 
 class Recipients(Protocol):
@@ -308,7 +309,8 @@ class Conductor:
     def _take(self, item: instructions.Take, of: Submitted, now: float) -> None:
         prompt = of.prompts[item.prompt_id]
         self._store.open(item.group_id, prompt)
-        self._images.refer(item.group_id, of.trainer, [each.name for each in prompt.images], now)
+        images = [each.name for each in prompt.images]
+        self._images.refer(item.group_id, of.trainer, of.share or of.trainer, images, now)
         self._kept.open(of.submit.rollout_id, item.prompt_id)
 
     def _perform(self, item: Instruction) -> None:

@@ -322,7 +322,7 @@ class BufferServer:
             event = submissions.event(
                 trainer, address, submit, part, self.store, self._kept, self._images.machine, share
             )
-            self.conductor.apply(event, Submitted(trainer, submit, part))
+            self.conductor.apply(event, Submitted(trainer, submit, part, share))
             for prompt_id in part:
                 group_id = ids.group_id(submit.rollout_id, prompt_id)
                 if group_id not in self.store:  # it was refused

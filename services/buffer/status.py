@@ -176,7 +176,7 @@ class StatusDesk:
             loop_lag_seconds=self._lag.largest(now),
             last_rollout=self._last_rollout(),
             groups_open=len(machine.groups) - len(machine.registry.finished) - len(machine.registry.held),
-            results_held_bytes=machine.registry.finished_tokens * TOKEN_BYTES,
+            results_held_bytes=machine.registry.holdings.all.results * TOKEN_BYTES,
             loading=len(weights.loading - weights.quarantined.keys()),
             version=__version__,
             unwritten={

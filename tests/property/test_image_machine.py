@@ -46,7 +46,7 @@ class ImagesModel(RuleBasedStateMachine):
     def refer(self, names, trainer):
         self.count += 1
         assert self.machine.missing(names) == [n for n in dict.fromkeys(names) if n not in self.checked]
-        self.machine.refer(f"g{self.count}", trainer, names, self.now)
+        self.machine.refer(f"g{self.count}", trainer, trainer, names, self.now)
         self.groups[f"g{self.count}"] = trainer, names
         self.since[f"g{self.count}"] = self.now
 
@@ -62,6 +62,13 @@ class ImagesModel(RuleBasedStateMachine):
             return
         unused = [other for other in self.order if other not in self.used]
         held = sum(SIZES[other] for other in self.have)
+        for trainer in TRAINERS:
+            named = {name for owner, names in self.groups.values() if owner == trainer for name in names}
+            theirs = sum(SIZES[other] for other in self.have if other in named)
+            if name in named and theirs and theirs + SIZES[name] > 3 * ROOM // 4:
+                with pytest.raises(ValueError, match=r"buffer\.image_bytes"):
+                    self.machine.begin(name, SIZES[name], self.now)
+                return
         if held - sum(SIZES[other] for other in unused) + SIZES[name] > ROOM:
             with pytest.raises(ValueError, match=r"buffer\.image_bytes"):
                 self.machine.begin(name, SIZES[name], self.now)
@@ -143,8 +150,8 @@ def test_what_two_groups_show_is_in_use_until_both_are_gone():
     machine = ImageMachine(ROOM)
     one, other = "e" * 64, "f" * 64
     machine.begin(one, SIZES[one], 0.0)
-    machine.refer("g", "t", [one], 0.0)
-    machine.refer("h", "t", [one, one], 0.0)
+    machine.refer("g", "t", "t", [one], 0.0)
+    machine.refer("h", "t", "t", [one, one], 0.0)
     for group in ("h", "g"):
         with pytest.raises(ValueError, match="images in use have 50"):
             machine.begin(other, SIZES[other], 0.0)
@@ -154,11 +161,27 @@ def test_what_two_groups_show_is_in_use_until_both_are_gone():
 
 def test_a_group_waits_as_long_as_anything_of_its_trainer_comes():
     machine = ImageMachine(ROOM)
-    machine.refer("last", "t", ["a" * 64], 0.0)
-    machine.refer("other", "u", ["b" * 64], 0.0)
+    machine.refer("last", "t", "t", ["a" * 64], 0.0)
+    machine.refer("other", "u", "u", ["b" * 64], 0.0)
     for second in range(0, 100, 20):
         machine.heard("t", float(second))
         assert "last" not in machine.stalled(float(second))
     assert machine.stalled(80.0 + STALL) == []
     assert machine.stalled(80.5 + STALL) == ["last"]
     assert machine.stalled(999.0) == [], "each group is reported once"
+
+
+def test_one_trainers_images_leave_room_for_anothers():
+    machine = ImageMachine(ROOM)
+    mine, more, others = "e" * 64, "d" * 64, "b" * 64
+    machine.refer("g", "t-0", "t", [mine, more], 0.0)
+    machine.refer("h", "u", "u", [others, more], 0.0)
+    machine.begin(mine, SIZES[mine], 0.0)
+    with pytest.raises(
+        ValueError, match=r"images in use of trainer 't' have 50 and may have 75: .*image_bytes"
+    ):
+        machine.begin(more, SIZES[more], 0.0)
+    assert machine.begin(others, SIZES[others], 0.0) == []
+    machine.release("h")
+    machine.release("g")
+    assert machine.begin("f" * 64, 100, 0.0) == [mine, others], "whoever has none may have it all"

@@ -6,6 +6,7 @@ import pytest
 from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.types import TurnSpec
+from seer.services.buffer.requests.holdings import Holdings
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 from seer.services.buffer.requests.turn_placement import Trajectories
 
@@ -30,7 +31,7 @@ def finish(group, generated=5, instance="a"):
 @pytest.fixture
 def trajectories():
     """One is away after its turn `r/1`, the submission 3, since time 1."""
-    made = Trajectories()
+    made = Trajectories(Holdings({}))
     away(made, turn("1", submission=3))
     return made
 
@@ -49,17 +50,17 @@ def repeat(trajectories, group, *, room=True):
 
 def test_one_turn_at_a_time_continues_it_and_counts_once(trajectories):
     first, second = turn("2", generated=5), turn("2 again", generated=5)
-    assert trajectories.awaited == 1
+    assert trajectories._holdings.all.requests == 1
     assert trajectories.continues(first)
     trajectories.submitted(first)
-    assert trajectories.awaited == 0
+    assert trajectories._holdings.all.requests == 0
     assert trajectories.continues(first)
     assert not trajectories.continues(second)
     trajectories.withdrawn(second)
     assert not trajectories.continues(second)
     trajectories.withdrawn(first)
     assert trajectories.continues(second)
-    assert trajectories.awaited == 1
+    assert trajectories._holdings.all.requests == 1
 
 
 def test_who_is_forgotten_leaves_nothing(trajectories):
@@ -67,7 +68,7 @@ def test_who_is_forgotten_leaves_nothing(trajectories):
     out = []
     trajectories.aborted(out)
     assert out == [orders.closed("r/1")]
-    assert trajectories.awaited == 0
+    assert trajectories._holdings.all.requests == 0
     assert not any((trajectories.away, trajectories.latest, trajectories.returning))
 
 
@@ -78,13 +79,13 @@ def test_an_end_is_of_its_submission_and_of_earlier_ones(trajectories, submissio
         "trainer", wire.Cancel(rollout_id="r", prompt_ids=["1"], submission=submission), out
     )
     assert out == ([orders.progress("r/1", 0, 5, True), orders.closed("r/1")] if ends else [])
-    assert trajectories.awaited == (not ends)
+    assert trajectories._holdings.all.requests == (not ends)
 
 
 def test_only_its_trainer_ends_it(trajectories):
     out = []
     trajectories.finished("another", wire.Cancel(rollout_id="r", prompt_ids=["1"], submission=0), out)
-    assert (out, trajectories.awaited) == ([], 1)
+    assert (out, trajectories._holdings.all.requests) == ([], 1)
 
 
 def test_the_next_turn_begins_with_the_estimate_of_now(trajectories):
@@ -142,7 +143,7 @@ def test_nothing_is_repeated_under_another_turn_that_waits_or_is_open(trajectori
 
 @pytest.mark.parametrize("room", [False, True])
 def test_a_repeated_turn_of_a_forgotten_trajectory_is_awaited_if_there_is_room(room):
-    trajectories = Trajectories()
+    trajectories = Trajectories(Holdings({}))
     out = repeat(trajectories, finish(turn("1")), room=room)
-    assert trajectories.awaited == room
+    assert trajectories._holdings.all.requests == room
     assert len(out) == 2 * room

@@ -476,7 +476,7 @@ def test_other_images_under_an_id_are_refused_as_other_tokens_are():
     assert "already submitted with other tokens" in refused.message
     world.submit(submission=2, images=[[Placed(X, 1, 2)]])
     assert world.store._groups["r/p"].prompt.images == [Placed(X, 1, 2)]
-    assert world.images._users == {X: 1}
+    assert world.images._users == {X: {"t": 1}}
 
 
 @pytest.mark.parametrize(

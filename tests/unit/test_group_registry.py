@@ -22,6 +22,48 @@ def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
     check(machine)
 
 
+def test_a_full_trainer_keeps_no_other_one_out_until_all_are_full():
+    machine = make(engines=(), max_requests=6)
+    (refused,) = pick(submit(machine, "p", "q", "s", "u", trainer="t-1", share="t"), wire.Refused)
+    assert (refused.prompt_ids, "trainer 't' and takes at most 6" in refused.message) == (["u"], True)
+    (refused,) = pick(submit(machine, "p", rollout="2", trainer="t-2", share="t"), wire.Refused)
+    for name in "abc":
+        assert not pick(submit(machine, "p", "q", "s", rollout=name, trainer=name), wire.Refused)
+    (refused,) = pick(submit(machine, "p", rollout="d", trainer="d"), wire.Refused)
+    assert "all trainers and takes at most 24" in refused.message
+    machine.apply(orders.cancelled("a", "a", ["p"]), 1.0)
+    assert not pick(submit(machine, "p", rollout="d", trainer="d"), wire.Refused)
+    assert machine.registry.holdings.of["a"].requests == 4
+
+
+@pytest.mark.parametrize(("weights", "loser"), [({}, "t"), ({"t": 4.0}, "u")])
+def test_past_the_bound_on_output_who_has_most_for_its_share_loses(weights, loser):
+    machine = make(engines=("a",), unfinished_tokens=80, shares=weights)
+    dispatches = [
+        *pick(submit(machine, "p", "q", "s", n=1, max_tokens=64, trainer="t"), instructions.Dispatch),
+        *pick(submit(machine, "p", "q", n=1, max_tokens=64, trainer="u", rollout="2"), instructions.Dispatch),
+    ]
+    refused = []
+    for dispatch in dispatches:
+        refused += pick(end(machine, dispatch), wire.Refused)
+    (dispatch,) = pick(
+        submit(machine, "v", n=1, max_tokens=64, trainer="v", rollout="3"), instructions.Dispatch
+    )
+    assert not refused
+    (refused,) = pick(end(machine, dispatch), wire.Refused)
+    assert refused.prompt_ids == [{"t": "s", "u": "q"}[loser]]
+    assert f"most of them trainer {loser!r}'s" in refused.message
+
+
+def test_past_the_bound_on_results_who_has_most_loses_its_oldest():
+    machine = make(engines=("a",), result_tokens=80)
+    for trainer, prompts in (("t", "p"), ("u", "pqs")):
+        for prompt in prompts:
+            out = submit(machine, prompt, n=1, max_tokens=16, trainer=trainer, rollout=trainer)
+            run_to_end(machine, out)
+    assert set(machine.registry.finished) == {"t/p", "u/q", "u/s"}
+
+
 def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
     machine = make(engines=())
     submit(machine, "p")

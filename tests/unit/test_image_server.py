@@ -170,12 +170,12 @@ async def test_what_nobody_needs_makes_room_and_what_is_needed_does_not(tmp_path
         large = [image(seed, 6 * PART) for seed in range(3)]  # of 48 MiB each: there is room for one
         small = image(5)
         await world.send(small)
-        world.images.machine.refer("g", "t", [large[0].name], 0.0)
+        world.images.machine.refer("g", "t", "t", [large[0].name], 0.0)
         await world.send(large[0])
         assert "buffer.image_bytes" in (await world.open(large[1])).problem
         assert await world.read(small) == small.data.tobytes(), "nothing goes in vain"
         world.images.machine.release("g")
-        world.images.machine.refer("h", "t", [small.name], 0.0)
+        world.images.machine.refer("h", "t", "t", [small.name], 0.0)
         assert (await world.open(large[1])).problem == ""
         assert files(tmp_path) == {small.name}
         assert await world.read(large[0]) == "is not in this buffer: submit it again"
@@ -236,7 +236,7 @@ async def test_an_error_of_the_disk_costs_that_one_image(tmp_path, monkeypatch, 
 
 async def test_deadlines(tmp_path):
     async with running(tmp_path) as world:
-        world.images.machine.refer("g", "t", [LARGE.name], LoopClock().now())
+        world.images.machine.refer("g", "t", "t", [LARGE.name], LoopClock().now())
         await world.part(LARGE, 0)
         await world.part(image(1), 0, length=100)
         await asyncio.sleep(wire.IMAGE_STALL_SECONDS - 1)

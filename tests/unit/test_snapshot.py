@@ -15,7 +15,7 @@ from seer.services.buffer.sleep_machine import SleepMachine
 from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
-BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories"}
+BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories", "holdings"}
 
 
 def test_every_attribute_is_in_a_snapshot():

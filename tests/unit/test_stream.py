@@ -27,6 +27,7 @@ from seer.common.wire import (
 from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
 from seer.services.buffer.requests import state
+from seer.services.buffer.requests.holdings import Holdings
 from seer.services.buffer.requests.turn_placement import Trajectories
 
 pytestmark = VIRTUAL
@@ -271,7 +272,7 @@ def machine_of(requests):
             view = groups[name].view(number, index)
             view.generated = 1000 + index
             rows[view.request_id] = state.RequestState(view, groups[name])
-    registry = SimpleNamespace(trajectories=Trajectories())
+    registry = SimpleNamespace(trajectories=Trajectories(Holdings({})))
     return SimpleNamespace(groups=groups, requests=rows, registry=registry)
 
 

@@ -2,6 +2,8 @@
 
 Invariants (tests/property/test_image_machine.py):
 - all images together have at most `max_bytes`, counting each whole from the moment it is begun;
+- an image is not begun for a trainer's group if that trainer's images in use would have over three quarters
+  of that, unless it has none;
 - an image that a group refers to is never dropped; of the others, those that were not used for longest go,
   and only when their room is needed, or when they are incomplete and do not grow;
 - an image is there once its bytes were checked against its name, and not before;
@@ -11,7 +13,7 @@ Invariants (tests/property/test_image_machine.py):
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +37,7 @@ class Kept:
 @dataclass(slots=True)
 class _Group:
     trainer: str
+    share: str
     names: Sequence[str]
     since: float
 
@@ -46,7 +49,7 @@ class ImageMachine:
         self.bytes = 0
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()  # the least recently used first
-        self._users: Counter[str] = Counter()  # groups by image
+        self._users: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by image: groups by share
         self._groups: dict[str, _Group] = {}
         self._waiting: dict[str, None] = {}  # groups that may lack images
         self._heard: dict[str, float] = {}  # by trainer: when something of its images came
@@ -61,21 +64,25 @@ class ImageMachine:
         """Return those that are not there, each once."""
         return [name for name in dict.fromkeys(names) if not self._is_there(name)]
 
-    def refer(self, group_id: str, trainer: str, names: Sequence[str], now: float) -> None:
-        """Keep images for a group, which was not known, until `release`."""
+    def refer(self, group_id: str, trainer: str, share: str, names: Sequence[str], now: float) -> None:
+        """Keep images for a group, which was not known, until `release`; they count to `share`'s."""
         if names:
-            self._groups[group_id] = _Group(trainer, names, now)
+            self._groups[group_id] = _Group(trainer, share, names, now)
             self._waiting[group_id] = None
-            self._users.update(names)
+            for name in names:
+                self._users[name][share] += 1
 
     def release(self, group_id: str) -> None:
         """Note that a group needs its images no longer; one without any is ignored."""
         group = self._groups.pop(group_id, None)
         self._waiting.pop(group_id, None)
         if group is not None:
-            self._users.subtract(group.names)
             for name in group.names:
-                if not self._users[name]:
+                users = self._users[name]
+                users[group.share] -= 1
+                if not users[group.share]:
+                    del users[group.share]
+                if not users:
                     del self._users[name]
 
     # --- images --------------------------------------------------------------------------
@@ -99,15 +106,23 @@ class ImageMachine:
             raise ValueError("is not the name of an image: give 64 hexadecimal digits")
         if size < 1:
             raise ValueError("has no bytes")
-        needed = sum(kept.size for other, kept in self._kept.items() if other in self._users)
-        if needed + size > self._max_bytes:
-            raise ValueError(
-                f"{size} bytes do not fit: images in use have {needed}, and buffer.image_bytes is "
-                f"{self._max_bytes}: submit fewer at a time, or raise that"
-            )
+        self._check(self._kept.keys() & self._users.keys(), size, "", self._max_bytes)
+        for share in self._users.get(name, ()):
+            theirs = [other for other in self._kept if share in self._users.get(other, ())]
+            if theirs:
+                self._check(theirs, size, f" of trainer {share!r}", self._max_bytes * 3 // 4)
         dropped = self._make_room(size)
         self._keep(name, Kept(size, now))
         return dropped
+
+    def _check(self, names: Iterable[str], size: int, whose: str, most: int) -> None:
+        """Raise `ValueError` if there is no room beside images in use."""
+        needed = sum(self._kept[name].size for name in names)
+        if needed + size > most:
+            raise ValueError(
+                f"{size} bytes do not fit: images in use{whose} have {needed} and may have {most}: "
+                "submit fewer at a time, or raise buffer.image_bytes"
+            )
 
     def use(self, name: str, now: float) -> Kept:
         """Return an image that is kept, which is the most recently used one now."""

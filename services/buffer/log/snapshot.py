@@ -2,7 +2,7 @@
 
 Invariants (tests/property/test_buffer_machine.py and test_weights_and_sleep.py, tests/unit/test_snapshot.py):
 - restored machines return the same instructions for every further event, to the last bit;
-- every field of the machines' state is in a snapshot, or follows from fields that are;
+- every field of the machines' state is in a snapshot, or follows from fields that are, as what trainers hold;
 - every order that decisions depend on is restored: of rollouts, groups, and requests that wait, run or are
   suspects.
 
@@ -35,9 +35,6 @@ from seer.services.buffer.weights.weights_machine import WeightsMachine
 class RegistryFields(msgspec.Struct):
     """The state of a `GroupRegistry` beside rollouts and groups."""
 
-    finished_tokens: int
-    unfinished_tokens: int
-    unfinished_requests: int
     weight_version: int
     weights_digest: str
     holding: bool
@@ -164,7 +161,11 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
         _fill(target, values, names)
     empty.registry._partial.update(state.partial)
     trajectories = empty.registry.trajectories
-    trajectories.away.update((each.group_id, each) for each in state.away)
+    for each in state.away:
+        each.share = each.share or each.key[0]  # states of releases up to 0.4.0 have none
+        trajectories.away[each.group_id] = each
+        if each.group_id not in state.returning:
+            empty.registry.holdings.add(each.share, requests=1)
     trajectories.latest.update(state.latest)
     trajectories.returning.update(state.returning)
     trajectories.places.update(state.places)
@@ -201,7 +202,10 @@ def _fill_groups(machine: RequestMachine, state: State) -> None:
             registry.held[group.group_id] = group
         for request in group.results:
             request.group = group
-        if not group.done:
+        if group.done:
+            registry.holdings.add(rollout.share, results=group.tokens)
+        else:
+            registry.holdings.add(rollout.share, requests=group.size, tokens=group.held)
             machine.requests.update((each.view.request_id, each) for each in group.results)
             group.results = []
     registry.finished.update((group_id, registry.groups[group_id]) for group_id in state.finished)

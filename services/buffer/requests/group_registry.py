@@ -12,9 +12,9 @@ Invariants (tests/invariants.py asserts them after every event):
   parameters and weights of their own; while submissions are held, and once the buffer drains, no group is
   opened but next turns of trajectories that are away: those that a drained buffer held, clients submit to its
   successor, as all that is unfinished;
-- unfinished requests, including those of held groups, and trajectories that are away and have no next turn
-  among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
-  open groups have at most `unfinished_tokens`;
+- what trainers hold is counted by trainer (`holdings.py`): requests, those of held groups too, are at most
+  `max_requests` of one, and `ALL` times that of all; finished groups have at most `result_tokens`, or there
+  is only one, and open groups `unfinished_tokens`: who has most for its share loses what is beyond that;
 - a group is held as long as images of it are missing; a held group's deadline counts from its arrival,
   however often it is checked, but for images;
 - every group ends in one delivery, which is repeated if the group is submitted again, or in one refusal.
@@ -31,6 +31,7 @@ from seer.common.policy.length import Estimate
 from seer.services.buffer.events import ToIncarnation
 from seer.services.buffer.requests.admission import never_fits
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted, ImagesStalled
+from seer.services.buffer.requests.holdings import Holdings
 from seer.services.buffer.requests.instructions import Deliver, Forget, Instruction, Take
 from seer.services.buffer.requests.state import GroupState, Limits, RolloutState
 from seer.services.buffer.requests.turn_placement import Trajectories
@@ -55,10 +56,8 @@ class GroupRegistry:
         self.groups: dict[str, GroupState] = {}
         self.held: dict[str, GroupState] = {}  # in order of arrival
         self.finished: dict[str, GroupState] = {}  # in the order in which they finished
-        self.finished_tokens = 0
-        self.unfinished_tokens = 0
-        self.unfinished_requests = 0
-        self.trajectories = Trajectories()
+        self.holdings = Holdings(limits.shares)
+        self.trajectories = Trajectories(self.holdings)
         self.weight_version = 0
         self.weights_digest = ""
         self.holding = False
@@ -90,8 +89,7 @@ class GroupRegistry:
             group.submission = event.submission
             if group.held_since is None:
                 accepted.append(group.prompt_id)
-                room = self._unfinished < self._limits.max_requests
-                self.trajectories.repeated(group, now, out, room=room)
+                self.trajectories.repeated(group, now, out, room=self._room(rollout.share) > 0)
             if group.done:
                 out.append(Deliver(event.address, group.group_id))
         opened = self._admit(rollout, event, new, now, out) if new else []
@@ -157,7 +155,7 @@ class GroupRegistry:
         self, rollout: RolloutState, event: GroupsSubmitted, new: list[GroupSpec], now: float, out: Out
     ) -> list[GroupState]:
         """Hold new groups, or return them to be opened; refuse those that cannot be accepted."""
-        room = self._limits.max_requests - self._unfinished
+        room = self._room(rollout.share)
         opened: list[GroupState] = []
         problems: dict[str, list[GroupSpec]] = {}
         for spec in new:
@@ -168,13 +166,13 @@ class GroupRegistry:
                 image_tokens=spec.image_tokens, missing=list(spec.missing), unfinished=event.n,
                 stream=spec.stream,
             )  # fmt: skip
-            continues = self.trajectories.continues(group)
-            full = room < event.n and not continues
-            problem = self._too_many() if full else self._problem_of(group)
+            counted = self.trajectories.counted(group)
+            full = room < event.n and not counted
+            problem = self._too_many(rollout.share) if full else self._problem_of(group)
             if problem:
                 problems.setdefault(problem, []).append(spec)
                 continue
-            room -= 0 if continues else event.n
+            room -= 0 if counted else event.n
             self._add(group, out)
             if self._must_hold(group) or group.missing:
                 group.held_since = now
@@ -233,21 +231,17 @@ class GroupRegistry:
             return ""
         return never_fits(self._fleet, group.prompt_len, group.max_tokens, group.image_tokens)
 
-    @property
-    def _unfinished(self) -> int:
-        return self.unfinished_requests + self.trajectories.awaited
+    def _room(self, share: str) -> int:
+        return self.holdings.room(share, self._limits.max_requests)
 
-    def _too_many(self) -> str:
-        return (
-            f"the buffer holds {self._unfinished} unfinished requests and "
-            f"takes at most {self._limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
-        )
+    def _too_many(self, share: str) -> str:
+        return self.holdings.too_many(share, self._limits.max_requests)
 
     def _add(self, group: GroupState, out: Out) -> None:
         rollout = group.rollout
         self.rollouts[rollout.rollout_id] = rollout
         rollout.members[group.group_id] = self.groups[group.group_id] = group
-        self.unfinished_requests += group.size
+        self.holdings.add(rollout.share, requests=group.size)
         self.trajectories.submitted(group)
         out.append(Take(group.group_id, group.prompt_id))
 
@@ -272,40 +266,40 @@ class GroupRegistry:
     # --- open and finished groups --------------------------------------------------------
 
     def keep(self, group: GroupState, count: int, out: Out, beside: int = 0) -> None:
-        """Count output tokens of an open group; over the limit, the youngest groups that have tokens fail.
+        """Count output tokens of an open group; over the limit, young groups of who has most fail.
 
         The bytes `beside` them count as tokens of 8 bytes each.
         """
         group.kept += count
         group.beside += beside // 8
-        self.unfinished_tokens += count + beside // 8
-        if self.unfinished_tokens <= self._limits.unfinished_tokens:
-            return
+        self.holdings.add(group.rollout.share, tokens=count + beside // 8)
         most = self._limits.unfinished_tokens
-        message = (
-            f"unfinished responses hold over {most} tokens, and this prompt was the last to begin: "
-            "submit less at a time, or raise buffer.unfinished_bytes"
-        )
-        for young in [group for group in reversed(self.groups.values()) if group.kept and not group.done]:
-            if self.unfinished_tokens <= most:
-                break
+        while self.holdings.all.tokens > most:
+            share = self.holdings.most_tokens()
+            begun = (each for each in reversed(self.groups.values()) if each.held and not each.done)
+            young = next(each for each in begun if each.rollout.share == share)
+            message = (
+                f"unfinished responses hold over {most} tokens, most of them trainer {share!r}'s, and this "
+                "prompt of it was the last to begin: submit less at a time, or raise buffer.unfinished_bytes"
+            )
             self.fail([young], "failed", message, out)
 
     def finish(self, group: GroupState, estimate: Estimate, now: float, out: Out) -> None:
         """Keep a group whose requests have all finished, and deliver it to the latest submitter."""
         group.finished_at = now
         group.rollout.groups_finished += 1
-        self.unfinished_requests -= group.size
-        self.unfinished_tokens -= group.held
+        share = group.rollout.share
+        self.holdings.add(share, requests=-group.size, tokens=-group.held, results=group.tokens)
         self.finished[group.group_id] = group
-        self.finished_tokens += group.tokens
         if not self.trajectories.ended(group, estimate, now):
             out.append(wire.GroupClosed(group_id=group.group_id))
         # If there was a later submission without it, its trainer is about to submit it again, or never will.
         if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.address, group.group_id))
-        while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
-            self._expire(next(iter(self.finished.values())), out)
+        while self.holdings.all.results > self._limits.result_tokens and len(self.finished) > 1:
+            most = self.holdings.most_results()
+            oldest = next(each for each in self.finished.values() if each.rollout.share == most)
+            self._expire(oldest, out)
 
     def acknowledged(self, trainer: str, named: wire.Acknowledge, out: Out) -> None:
         """Remove finished groups that their trainer has received."""
@@ -420,14 +414,13 @@ class GroupRegistry:
             self.trajectories.withdrawn(group)
         elif group.done:
             del self.finished[group.group_id]
-            self.finished_tokens -= group.tokens
+            self.holdings.add(group.rollout.share, results=-group.tokens)
         else:
             self._drop(group, out)
             self.trajectories.dropped(group)
             out.append(wire.GroupClosed(group_id=group.group_id))
         if not group.done:
-            self.unfinished_requests -= group.size
-            self.unfinished_tokens -= group.held
+            self.holdings.add(group.rollout.share, requests=-group.size, tokens=-group.held)
         group.results = []  # they refer to the group: a cycle would wait for the garbage collector
         del self.groups[group.group_id]
         del group.rollout.members[group.group_id]

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from seer.common import ids
 from seer.common.policy.length import Estimate
 from seer.common.wire import Cancel, GroupClosed, GroupOpened, RequestProgress
+from seer.services.buffer.requests.holdings import Holdings
 from seer.services.buffer.requests.instructions import Instruction
 from seer.services.buffer.requests.state import GroupState
 
@@ -40,7 +41,7 @@ class Away:
 
     `opened` is what was published of that turn, `submission` its number; `address` is the trainer's.
     `generated` counts all turns so far. `estimate` and `acceptance` are those of its group; `last_instance`
-    ran the turn.
+    ran the turn. `share`: whose request it counts as.
     """
 
     opened: GroupOpened
@@ -53,6 +54,7 @@ class Away:
     last_instance: str
     estimate: Estimate
     acceptance: list[int] = field(default_factory=list)
+    share: str = ""
 
     @property
     def group_id(self) -> str:
@@ -75,21 +77,21 @@ def key_of(group: GroupState) -> Key:
 class Trajectories:
     """See the module's docstring. `away` is by the group of the turn that finished last."""
 
-    def __init__(self) -> None:
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
         self.away: dict[str, Away] = {}
         self.latest: dict[Key, str] = {}  # the group of each trajectory's latest turn, open or away
         self.returning: dict[str, str] = {}  # by the latest group: that of the next turn, not opened yet
         self.places: dict[Key, str] = {}  # where trajectories that nobody awaits ran last, the oldest first
 
-    @property
-    def awaited(self) -> int:
-        """How many are away, and have no next turn that waits to be opened."""
-        return len(self.away) - len(self.returning)
-
     def continues(self, group: GroupState) -> bool:
         """Return whether a group is the next turn of a trajectory that is away, the first that came."""
         latest = self._latest(group)
         return latest in self.away and self.returning.get(latest, group.group_id) == group.group_id
+
+    def counted(self, group: GroupState) -> bool:
+        """Return whether a group takes the place of a trajectory that counts as a request of its trainer."""
+        return self.continues(group) and self.away[self._latest(group)].share == group.rollout.share
 
     def _latest(self, group: GroupState) -> str:
         return "" if group.turn is None else self.latest.get(key_of(group), "")
@@ -99,20 +101,25 @@ class Trajectories:
     def submitted(self, group: GroupState) -> None:
         """Note that a group waits to be opened."""
         if self.continues(group):
-            self.returning[self._latest(group)] = group.group_id
+            latest = self._latest(group)
+            self.returning[latest] = group.group_id
+            self._holdings.add(self.away[latest].share, requests=-1)
 
     def withdrawn(self, group: GroupState) -> None:
         """Note that a group ended before it was opened."""
-        if self.returning.get(self._latest(group)) == group.group_id:
-            del self.returning[self._latest(group)]
+        latest = self._latest(group)
+        if self.returning.get(latest) == group.group_id:
+            del self.returning[latest]
+            self._holdings.add(self.away[latest].share, requests=1)
 
     def opened(self, group: GroupState) -> Away | None:
         """Note that a turn begins; return what is known of its trajectory if that was away."""
         if group.turn is None:
             return None
         latest = self._latest(group)
-        self.returning.pop(latest, None)
         away = self.away.pop(latest, None)
+        if self.returning.pop(latest, None) is None and away is not None:
+            self._holdings.add(away.share, requests=-1)
         self.latest[key_of(group)] = group.group_id
         return away
 
@@ -152,8 +159,9 @@ class Trajectories:
             return False
         self.away[group.group_id] = Away(
             group.opened, key_of(group), group.rollout.address, group.submission, view.produced, now,
-            group.turn.idle_seconds, view.last_instance, estimate, group.acceptance,
+            group.turn.idle_seconds, view.last_instance, estimate, group.acceptance, group.rollout.share,
         )  # fmt: skip
+        self._holdings.add(group.rollout.share, requests=1)
         return True
 
     def dropped(self, group: GroupState) -> None:
@@ -211,5 +219,6 @@ class Trajectories:
     def _forget(self, away: Away, out: Out) -> None:
         del self.away[away.group_id]
         del self.latest[away.key]
-        self.returning.pop(away.group_id, None)
+        if self.returning.pop(away.group_id, None) is None:
+            self._holdings.add(away.share, requests=-1)
         out.append(GroupClosed(group_id=away.group_id))

@@ -1,0 +1,71 @@
+"""What each trainer holds of what is bounded: requests, output of unfinished groups, results that wait.
+
+One trainer's work must not take the room of another's: a trainer has bounds of its own, by the name whose
+share of the engines it has (`RolloutState.share`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ALL = 4
+"""All trainers' requests together are at most so many times those that one may have."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """`requests`: unfinished ones, and trajectories that are away and have no next turn that waits.
+
+    `tokens`: output of unfinished groups, `results`: finished groups with their prompts, in 8 bytes.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    results: int = 0
+
+    def add(self, requests: int, tokens: int, results: int) -> None:
+        """Add to each."""
+        self.requests += requests
+        self.tokens += tokens
+        self.results += results
+
+
+class Holdings:
+    """`all`: of all trainers; `of`: by trainer, of those that hold anything. `shares`: their weights."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self.all = Holding()
+        self.of: dict[str, Holding] = {}
+        self._shares = shares
+
+    def add(self, trainer: str, requests: int = 0, tokens: int = 0, results: int = 0) -> None:
+        """Add to what a trainer holds; negative numbers take away."""
+        mine = self.of.get(trainer) or self.of.setdefault(trainer, Holding())
+        mine.add(requests, tokens, results)
+        self.all.add(requests, tokens, results)
+        if not (mine.requests or mine.tokens or mine.results):
+            del self.of[trainer]
+
+    def room(self, trainer: str, most: int) -> int:
+        """Return how many more requests a trainer may have, where one may have `most`."""
+        mine = self.of.get(trainer)
+        return min(most - (mine.requests if mine else 0), ALL * most - self.all.requests)
+
+    def too_many(self, trainer: str, most: int) -> str:
+        """Return why a trainer that has no room is refused."""
+        mine = self.of.get(trainer) or Holding()
+        if self.all.requests - mine.requests > (ALL - 1) * most:
+            whose, held, bound = "all trainers", self.all.requests, ALL * most
+        else:
+            whose, held, bound = f"trainer {trainer!r}", mine.requests, most
+        fix = "submit fewer at a time, or raise buffer.max_requests"
+        return f"the buffer holds {held} unfinished requests of {whose} and takes at most {bound}: {fix}"
+
+    def most_tokens(self) -> str:
+        """Return the trainer whose unfinished groups have most output for its weight."""
+        return max(self.of, key=lambda name: self.of[name].tokens / self._shares.get(name, 1.0))
+
+    def most_results(self) -> str:
+        """Return the trainer whose results that wait are most for its weight."""
+        return max(self.of, key=lambda name: self.of[name].results / self._shares.get(name, 1.0))
