@@ -62,6 +62,11 @@ def test_past_the_bound_on_results_who_has_most_loses_its_oldest():
             out = submit(machine, prompt, n=1, max_tokens=16, trainer=trainer, rollout=trainer)
             run_to_end(machine, out)
     assert set(machine.registry.finished) == {"t/p", "u/q", "u/s"}
+    out = submit(
+        machine, "v", n=1, max_tokens=48, trainer="v", rollout="v"
+    )  # has most itself, but was not seen
+    run_to_end(machine, out)
+    assert set(machine.registry.finished) == {"v/v"}
 
 
 def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():

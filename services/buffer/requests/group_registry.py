@@ -297,9 +297,10 @@ class GroupRegistry:
         if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.address, group.group_id))
         while self.holdings.all.results > self._limits.result_tokens and len(self.finished) > 1:
-            most = self.holdings.most_results()
-            oldest = next(each for each in self.finished.values() if each.rollout.share == most)
-            self._expire(oldest, out)
+            most, first = self.holdings.most_results(), next(iter(self.finished.values()))
+            theirs = (each for each in self.finished.values() if each.rollout.share == most)
+            oldest = next(theirs)
+            self._expire(first if oldest is group else oldest, out)  # its trainer has not seen this one yet
 
     def acknowledged(self, trainer: str, named: wire.Acknowledge, out: Out) -> None:
         """Remove finished groups that their trainer has received."""
