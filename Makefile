@@ -31,11 +31,11 @@ grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 grpo-images: setup  # an RL run on prompts with images, e.g. make grpo-images SEED=1
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --problems problems_images --seed $(SEED) --out runs/grpo-images/seed-$(SEED)
 
-agents: setup  # an RL run with a tool, e.g. make agents SEED=1
+agents: setup  # an RL run with a tool, e.g. make agents SEED=1; goes on where a killed one was
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/agents/train_agents.py --seed $(SEED)
 
-same-weights: setup  # GRPO under faults has the checkpoints of an undisturbed run, e.g. make same-weights PLANS=10
-	OMP_WAIT_POLICY=passive $(BIN)/python bench/correctness/same_weights.py --plans $(PLANS) --seed $(SEED)
+same-weights: setup  # a run under faults has the checkpoints of an undisturbed one, e.g. make same-weights PLANS=10 EXAMPLE=agents
+	OMP_WAIT_POLICY=passive $(BIN)/python bench/correctness/same_weights.py --plans $(PLANS) --seed $(SEED) --example $(EXAMPLE)
 
 test: setup  # every claim; a part of it, as pytest takes it: make test PYTEST_ARGS="tests/unit -q"
 	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),tests/parts.py)
@@ -64,6 +64,7 @@ MINUTES ?= 120
 SYSTEMS ?= replay vllm
 SEED ?= 0
 PLANS ?= 3
+EXAMPLE ?= grpo
 ONLY ?= virtual processes vllm
 chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/correctness/chaos.py has more kinds
 	$(BIN)/python bench/correctness/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)

@@ -4,7 +4,8 @@
     python bench/correctness/same_curve.py runs/same-weights docs/same-weights.svg
 
 A line for each run; a run under faults has a mark for each fault, at the step that was under way: a cross for
-a kill, a bar for a stop. The lines are set apart, or one would hide the others.
+a kill, a bar for a stop, a square for a node that was cut off. The lines are set apart, or one would hide the
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from matplotlib import pyplot
 APART = 0.12
 """Of reward, from line to line."""
 
-MARKS = {"kill": ("x", "#c0392b"), "stop": ("|", "#b9770e")}
+MARKS = {
+    "kill": ("x", "#c0392b", "kill of a process"),
+    "stop": ("|", "#b9770e", "stop of a process"),
+    "cut": ("s", "#7d3c98", "node cut off"),
+}
 
 
 def draw(runs: dict[str, dict[str, Any]], picture: Path) -> None:
@@ -35,11 +40,12 @@ def draw(runs: dict[str, dict[str, Any]], picture: Path) -> None:
         line = [reward - APART * place for reward in run["rewards"]]
         axis.plot(steps, line, marker=".", lw=1.3, label=f"{name}: checkpoint {run['digests'][-1][:8]}")
         places = list(zip(_spread(run["at_steps"]), run["faults"], strict=True))
-        for what, (mark, color) in MARKS.items():
+        for what, (mark, color, _) in MARKS.items():
             at = [x for x, fault in places if fault.startswith(what)]
             axis.plot(at, [_height(line, x) for x in at], mark, color=color, ms=7, mew=1.6, ls="none")
-    for what, (mark, color) in MARKS.items():
-        axis.plot([], [], mark, color=color, ls="none", label=f"{what} of a process")
+    seen = {fault.partition(" ")[0] for run in runs.values() for fault in run["faults"]}
+    for mark, color, label in (MARKS[what] for what in MARKS if what in seen):
+        axis.plot([], [], mark, color=color, ls="none", label=label)
     axis.set(xlabel="step", ylabel=f"reward; each line lower by {APART:g}")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)

@@ -1,16 +1,20 @@
-"""The same trained weights, whatever dies: GRPO undisturbed, then under faults by seed; prints JSON.
+"""The same trained weights, whatever dies: a run undisturbed, then under faults by seed; prints JSON.
 
     python bench/correctness/same_weights.py --plans 10
+    python bench/correctness/same_weights.py --example agents --iterations 16
+    python bench/correctness/same_weights.py --cut-off
     python bench/correctness/same_weights.py --bfloat16 --learning-rate 1e-5
 
-A run is `examples/grpo/train.py` on two vLLM engines with a KV pool. A plan kills and stops engines, buffer,
-context, dgds, the pool's services and the trainer, which then goes on from its checkpoint. Compared are the
-digest of the weights of each step, and all of the last checkpoint, optimizer included; where a plan differs,
-its first token that does is named. With `--out FOLDER` the runs stay there, and what is there is not run
-again: plans can be added to one quiet run. With `--bfloat16` engines have the weights in bfloat16, of which a
-small step changes few: a plan's updates are deltas then, those of the undisturbed run are whole streams.
-Exits with 1 unless all plans are the same, each with a fault, without deaths that no fault explains, and
-leave nothing.
+A run is an example (`EXAMPLES`) on two vLLM engines with a KV pool. A plan kills and stops engines, buffer,
+context, dgds, the pool's services and the trainer, which then goes on from its checkpoint. With `--cut-off`
+each process has a network namespace of its own, and nodes lose their network for some seconds, too: nothing
+gets from or to their processes. Compared are, of each step, the digests of the weights and of the responses
+with their rewards, and all of the last checkpoint, optimizer included; where a plan differs, its first token
+that does is named. The tool of `agents` answers a call once: who asks again gets another number. With
+`--out FOLDER` the runs stay there, and what is there is not run again: plans can be added to one quiet run.
+With `--bfloat16` engines have the weights in bfloat16, of which a small step changes few: a plan's updates
+are deltas then, those of the undisturbed run are whole streams. Exits with 1 unless all plans are the same,
+each with a fault, without deaths that no fault explains, and leave nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -35,56 +40,84 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(TESTS))
 
+from chaos.network import Network, problem
 from chaos.processes import quick
 from chaos.system import POOL, System
 
-GRPO = EXAMPLE.parent / "grpo"
+EXAMPLES = {
+    "grpo": ("grpo", "train", "countdown", ["--max-tokens={max_tokens}"]),
+    "agents": ("agents", "train_agents", "countdown", []),
+    "grpo-images": (
+        "grpo", "train", "countdown_images", ["--max-tokens={max_tokens}", "--problems=problems_images"],
+    ),
+}  # fmt: skip
+"""Folder, module, whose model, and what else its command takes."""
 
 RUN = """
-import functools, json, sys
+import dataclasses, functools, importlib, json, sys
 from pathlib import Path
-mode, plant = sys.argv.pop(2), sys.argv.pop(2) == "plant"
-sys.path.insert(0, sys.argv.pop(1))
-import train
+folder, module, out, mode, plant = (sys.argv.pop(1) for _ in range(5))
+sys.path.insert(0, folder)
+train, out = importlib.import_module(module), Path(out)
+samples, update = train.samples, train.RolloutClient.update_weights
 
-iterate, samples, update = train.Trainer._iterate, train.samples, train.RolloutClient.update_weights
-
-def noted(scored):  # what a step trains on, by iteration; an iteration that is done again writes it again
-    if plant and noted.iteration == 1:
-        mixed = next(each for each in scored if len(set(each.rewards)) > 1)
-        tokens = mixed.group.responses[0].token_ids.copy()
+def noted(given):  # what a step trains on, by its number; a step that is done again writes it again
+    done = out / "metrics.jsonl"
+    step = len(done.read_text().splitlines()) if done.exists() else 0
+    if module == "train":
+        rows = [(each.token_ids.tolist(), reward) for of in given
+                for each, reward in zip(of.group.responses, of.rewards)]
+    else:
+        rows = [(each.token_ids.tolist(), each.result) for of in given for each in of]
+    taken = samples(given)
+    if plant and step == 1:
+        place = next(place for place, each in enumerate(taken) if each.advantage)
+        tokens = taken[place].token_ids.copy()
         tokens[-1] ^= 1
-        object.__setattr__(mixed.group.responses[0], "token_ids", tokens)
-    tokens = [response.token_ids.tolist() for each in scored for response in each.group.responses]
-    (noted.out / f"tokens-{noted.iteration}.json").write_text(json.dumps(tokens))
-    return samples(scored)
-
-async def iterating(trainer, client, iteration):
-    noted.out, noted.iteration = trainer.out, iteration
-    return await iterate(trainer, client, iteration)
+        rows[place][0][-1] ^= 1
+        taken[place] = dataclasses.replace(taken[place], token_ids=tokens)
+    (out / f"responses-{step}.json").write_text(json.dumps(rows))
+    return taken
 
 async def updating(client, *given):
     live = await update(client, *given)
-    with (noted.out / "updates.txt").open("a") as file:
+    with (out / "updates.txt").open("a") as file:
         print(client.deltas.last.why or "delta", file=file)
     return live
 
-train.samples, train.Trainer._iterate, train.RolloutClient.update_weights = noted, iterating, updating
+if module == "train_agents":
+    ask, calls = train.lookup.ask, out / "calls.txt"
+
+    async def asked_once(call_id, **of):  # a trainer without its journal is told another number
+        call = json.dumps(of)
+        again = calls.exists() and call in calls.read_text().splitlines()
+        with calls.open("a") as file:
+            print(call, file=file)
+        return await ask(call_id, **of) + again
+
+    train.lookup.ask = asked_once
+
+train.samples, train.RolloutClient.update_weights = noted, updating
 train.RolloutClient = functools.partial(train.RolloutClient, deltas=mode == "deltas")
 sys.exit(train.main())
 """
 
-RUNS_FOLLOW_FROM = (
-    "iterations",
-    "prompts",
-    "max_tokens",
-    "learning_rate",
-    "faults",
-    "pause",
-    "bfloat16",
-    "plant_fault",
-)
+RUNS_FOLLOW_FROM = ("example", "iterations", "prompts", "max_tokens", "learning_rate", "bfloat16")
 """Options."""
+
+PLANS_FOLLOW_FROM = ("faults", "pause", "plant_fault", "cut_off")
+
+NODES = (
+    ("engine-0",),
+    ("engine-1", "pool-owner"),
+    ("buffer", "pool-master"),
+    ("context", "dgds"),
+    ("trainer",),
+)
+"""Who loses the network together."""
+
+CUTS = 0.4
+"""Share of the faults, where there are namespaces."""
 
 TRIES = 20
 """Most processes of a trainer in one run: so many kills are in no plan."""
@@ -98,6 +131,7 @@ class Run:
         out.mkdir(parents=True)
         self._model, self._out, self._args = model, out, args
         self._random = None if seed is None else random.Random(f"same weights {seed}")
+        self._net: Network | None = None
         self._trainer: asyncio.subprocess.Process | None = None
         self.faults: list[str] = []
         self.steps: list[int] = []
@@ -106,51 +140,67 @@ class Run:
 
     async def run(self) -> dict[str, Any]:
         """Train to the end; return what there is to compare and to tell."""
+        folders = {name: str(self._out / name) for name in ("spool", "log", "images")}
         config = quick("vllm")
         config = replace(
             config,
-            buffer=replace(config.buffer, spool=str(self._out / "spool"), log=str(self._out / "log")),
+            buffer=replace(config.buffer, **folders),
             engine=replace(config.engine, max_num_seqs=64, max_model_len=self._args.max_tokens + 64),
             pool=replace(config.pool, kind="mooncake", dram_gib=0.2),
         )
-        async with System(config, model=self._model, trainers=()) as system:
-            began = time.monotonic()
-            faults = asyncio.create_task(self._inflict(system))
-            try:
-                async with asyncio.timeout(self._args.seconds):
-                    await self._train(system.config.endpoints.trainers)
-            finally:
-                faults.cancel()
-                await asyncio.wait([faults])
-                if self._trainer is not None and self._trainer.returncode is None:
-                    self._trainer.kill()
-            seconds = time.monotonic() - began
-        rows = [json.loads(line) for line in (self._out / "metrics.jsonl").read_text().splitlines()]
+        self._net = Network() if self._random and self._args.cut_off else None
+        try:
+            trainers = ("trainer",) if self._net else ()
+            async with System(config, model=self._model, net=self._net, trainers=trainers) as system:
+                seconds = await self._train_under_faults(system)
+        finally:
+            if self._net is not None:
+                self._net.close()
         return {
-            "digests": [row["weights_digest"] for row in rows] + [digest(self._out / "checkpoint.pt")],
+            **results(self._out),
             "seconds": round(seconds, 1),
-            "tokens": sum(row["tokens"] for row in rows),
             "updates": (self._out / "updates.txt").read_text().splitlines(),
             "faults": self.faults,
             "at_steps": self.steps,
-            "rewards": [row["reward"] for row in rows],
+            "packets_cut": self._net.counters["cut"] if self._net else 0,
             "trainer_ended": self.ends,
             "problems": system.leftovers(),
         }
 
-    async def _train(self, endpoint: str) -> None:
+    async def _train_under_faults(self, system: System) -> float:
+        began = time.monotonic()
+        faults = asyncio.create_task(self._inflict(system))
+        try:
+            async with asyncio.timeout(self._args.seconds):
+                await self._train(system)
+        finally:
+            faults.cancel()
+            await asyncio.wait([faults])
+            if self._trainer is not None and self._trainer.returncode is None:
+                self._trainer.kill()
+        return time.monotonic() - began
+
+    async def _train(self, system: System) -> None:
         asked = self._args
+        folder, module, _, more = EXAMPLES[asked.example]
         command = [
-            sys.executable, "-c", RUN, str(GRPO),
+            sys.executable, "-c", RUN, str(EXAMPLE.parent / folder), module, str(self._out),
             "deltas" if self._random else "whole", "plant" if self._random and asked.plant_fault else "",
-            "--connect", endpoint, "--out", str(self._out), "--learning-rate", str(asked.learning_rate),
+            "--connect", system.config.endpoints.trainers, "--out", str(self._out),
+            "--learning-rate", str(asked.learning_rate),
             "--model", str(self._model), "--iterations", str(asked.iterations),
             "--prompts", str(asked.prompts), "--responses", "8", "--held-out", "8",
-            "--max-tokens", str(asked.max_tokens),
+            *(each.format_map(vars(asked)) for each in more),
         ]  # fmt: skip
+        security = system.security("trainer-trainer")
+        keys = {"SEER_SECURITY__KEY": security.key, "SEER_SECURITY__SERVER": security.server}
+        environ = os.environ | {name: value for name, value in keys.items() if value}
         for _ in range(TRIES):
             pipe = asyncio.subprocess.PIPE
-            self._trainer = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+            async with system.place("trainer"):
+                self._trainer = await asyncio.create_subprocess_exec(
+                    *command, stdout=pipe, stderr=pipe, env=environ
+                )
             _, said = await self._trainer.communicate()
             if self._trainer.returncode == 0:
                 return
@@ -165,17 +215,33 @@ class Run:
         names = (*system.engines, "buffer", "context", "dgds", *POOL, "trainer", "trainer")
         while len(self.faults) < self._args.faults:
             await asyncio.sleep(rand.uniform(1, self._args.pause))
+            if self._net and (not self.faults or rand.random() < CUTS):
+                await self._cut(self._net, rand.choice(NODES), rand.uniform(2, 15))
+                continue
             name, what = rand.choice(names), rand.choice(("kill", "kill", "stop"))
             seconds = rand.uniform(0.1, 6)
             number = signal.SIGKILL if what == "kill" else signal.SIGSTOP
             if not self._signal(system, name, number):
                 continue
-            self.faults.append(f"{what} {name}")
-            done = self._out / "metrics.jsonl"
-            self.steps.append(len(done.read_text().splitlines()) if done.exists() else 0)
+            self._note(f"{what} {name}")
             if what == "stop":
-                await asyncio.sleep(seconds)
-                self._signal(system, name, signal.SIGCONT)
+                try:
+                    await asyncio.sleep(seconds)
+                finally:  # who is stopped cannot end
+                    self._signal(system, name, signal.SIGCONT)
+
+    async def _cut(self, net: Network, node: tuple[str, ...], seconds: float) -> None:
+        self._note(f"cut {' and '.join(node)} for {seconds:.1f} s")
+        net.cut_off(node)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            net.heal()
+
+    def _note(self, fault: str) -> None:
+        self.faults.append(fault)
+        done = self._out / "metrics.jsonl"
+        self.steps.append(len(done.read_text().splitlines()) if done.exists() else 0)
 
     def _signal(self, system: System, name: str, number: signal.Signals) -> bool:
         if name != "trainer":
@@ -198,32 +264,53 @@ def digest(checkpoint: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def results(out: Path) -> dict[str, Any]:
+    """Return what a run in a folder came to. `digests`, the checkpoint's last, are compared."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    responses = [(out / f"responses-{step}.json").read_text() for step in range(len(rows))]
+    texts = [*responses, *(file.read_text() for file in out.glob("controls.json"))]
+    calls = out / "calls.txt"
+    return {
+        "digests": [row["weights_digest"] for row in rows]
+        + [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+        + [digest(out / "checkpoint.pt")],
+        "tokens": sum(len(tokens) for text in responses for tokens, _ in json.loads(text)),
+        "tool_calls": len(calls.read_text().splitlines()) if calls.exists() else 0,
+        "rewards": [row["reward"] for row in rows],
+    }
+
+
 def first_other_token(quiet: Path, plan: Path, iterations: int) -> str:
-    """Return where a plan's tokens leave the quiet run's."""
+    """Return where a plan's responses leave the quiet run's."""
     for iteration in range(iterations):
-        ours, theirs = (json.loads((each / f"tokens-{iteration}.json").read_text()) for each in (plan, quiet))
-        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        ours, theirs = (
+            json.loads((each / f"responses-{iteration}.json").read_text()) for each in (plan, quiet)
+        )
+        for number, ((mine, reward), (other, rewarded)) in enumerate(zip(ours, theirs, strict=True)):
+            place = next(
+                (at for at, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]),
+                min(len(mine), len(other)),
+            )
             if mine != other:
-                place = next(
-                    (at for at, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]),
-                    min(len(mine), len(other)),
-                )
                 return f"iteration {iteration}, response {number}, token {place}"
+            if reward != rewarded:
+                return f"iteration {iteration}, response {number}, reward {reward} instead of {rewarded}"
     return "no token differs: the trainer's step does"
 
 
-def in_bfloat16(folder: Path) -> Path:
-    """Write the shipped model in bfloat16."""
+def in_bfloat16(model: Path, folder: Path) -> Path:
+    """Write a shipped model in bfloat16."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EXAMPLE / "model").save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
 
 async def _known(model: Path, out: Path, args: argparse.Namespace, seed: int | None) -> dict[str, Any]:
     """Return what a run in folder `out` gave, and make it if it is not there."""
-    asked = {name: getattr(args, name) for name in RUNS_FOLLOW_FROM}
+    options = RUNS_FOLLOW_FROM if seed is None else (*RUNS_FOLLOW_FROM, *PLANS_FOLLOW_FROM)
+    asked = {name: getattr(args, name) for name in options}
     file = out / "run.json"
     if not file.exists():
         made = await Run(model, out, args, seed).run()
@@ -238,14 +325,16 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run the quiet run and all plans."""
     with tempfile.TemporaryDirectory() as name:
         folder = (args.out or Path(name)).resolve()
-        model = in_bfloat16(Path(name) / "model") if args.bfloat16 else EXAMPLE / "model"
+        model = EXAMPLE.parent / EXAMPLES[args.example][2] / "model"
+        model = in_bfloat16(model, Path(name) / "model") if args.bfloat16 else model
         quiet = await _known(model, folder / "quiet", args, None)
         plans = []
         for seed in range(args.seed, args.seed + args.plans):
             out = folder / f"plan-{seed}"
             plan = await _known(model, out, args, seed)
             equal = plan["digests"] == quiet["digests"]
-            plan |= {"seed": seed, "same": equal and bool(plan["faults"]) and not plan["problems"]}
+            hurt = bool(plan["packets_cut"] if args.cut_off else plan["faults"])
+            plan |= {"seed": seed, "same": equal and hurt and not plan["problems"]}
             if not equal:
                 plan["first"] = first_other_token(folder / "quiet", out, args.iterations)
             plans.append(plan)
@@ -261,6 +350,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder that the runs' files stay in; default: none does")
     parser.add_argument("--plans", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first plan")
+    parser.add_argument("--example", choices=EXAMPLES, default="grpo")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8, help="of an iteration, with eight responses each")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -272,7 +362,14 @@ def main() -> int:
     parser.add_argument(
         "--plant-fault", action="store_true", help="one token of each plan is changed: it must differ"
     )
+    parser.add_argument(
+        "--cut-off", action="store_true", help="plans cut nodes off the network, too; needs namespaces"
+    )
     args = parser.parse_args()
+    if args.bfloat16 and args.example == "grpo-images":
+        parser.error("--bfloat16 is for models of text: leave it out")
+    if args.cut_off and (why := problem()):
+        parser.error(f"--cut-off: {why}")
     report = asyncio.run(compare(args))
     print(
         json.dumps(

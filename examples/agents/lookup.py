@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from functools import partial
 from typing import Any, Literal
 
 from seer.client.turns import Trajectory
@@ -28,6 +29,11 @@ def lookup(secret: str, prompt_id: str, index: int) -> int:
     """Return the number that the tool has for a trajectory, from 1 to `MOST`."""
     digest = hashlib.blake2b(f"{secret}/{prompt_id}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) % MOST + 1
+
+
+async def ask(call_id: str, secret: str, prompt_id: str, index: int) -> int:
+    """Be the tool. A service that something happens by would know by `call_id` that a call is made again."""
+    return lookup(secret, prompt_id, index)
 
 
 def left_over(numbers: tuple[int, ...], call: str) -> int | None:
@@ -54,7 +60,9 @@ async def agent(trajectory: Trajectory, secret: str, responses: int, tool: Tool)
     left = left_over(problem.numbers, call.text or "")
     if call.stop_reason != "=" or left is None:
         return 0.0
-    own = lookup(secret, trajectory.prompt_id, trajectory.index)
+    own = await trajectory.once(
+        partial(ask, secret=secret, prompt_id=trajectory.prompt_id, index=trajectory.index)
+    )
     if tool == "own":
         trajectory.append(f"{own}")
     elif tool == "swapped":

@@ -2,7 +2,8 @@
 
     python examples/agents/train_agents.py --seed 1
 
-A line for each iteration, a table, a picture and a verdict in words; runs/agents/seed-1 has the figures.
+A line for each iteration, a table, a picture and a verdict in words; runs/agents/seed-1 has the figures. A
+run goes on after its last whole iteration; journals have what the tool answered in one that was interrupted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ import lookup
 from learner import Learner, Sample, advantages
 from problems import COUNTDOWN, held_out_prompts, training_prompts
 from stopwatch import Stopwatch
+from updates import bring
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.turns import Trajectory, TrajectoryFailed
@@ -34,10 +37,10 @@ from seer.common.config import load as load_config
 from seer.common.errors import SeerError
 from seer.local.system import LocalSystem, run
 from seer.rollout.files import check_weights
+from seer.rollout.rollout_journal import model_digest
 
 Group = list[Trajectory]
 
-HELD_OUT = 96
 MAX_CONTEXT = 48
 WARMUP = 4
 CONTROL_RESPONSES = 4
@@ -46,15 +49,20 @@ LEAST_GAIN = 0.1
 
 SHOWN: dict[lookup.Tool, str] = {"own": "its own answer", "swapped": "a sibling's", "none": "none"}
 
+SETTINGS = ("seed", "prompts", "responses", "held_out", "learning_rate")
+"""What the curve follows from, beside the model."""
+
 
 async def roll(
-    client: RolloutClient, prompts: list[Prompt], n: int, number: int, seed: int, tool: lookup.Tool = "own"
-) -> list[Group]:
+    client: RolloutClient, prompts: list[Prompt], n: int, number: int, seed: int, journal: Path,
+    tool: lookup.Tool = "own",
+) -> list[Group]:  # fmt: skip
     """Return the trajectories of each prompt, in order. Raises the first failure."""
     agent = partial(lookup.agent, secret=f"{seed}/{number}", responses=n, tool=tool)
     async with client.trajectories(
-        prompts, n=n, sampling=SamplingParams(), max_context=MAX_CONTEXT, seed=seed, rollout_number=number
-    ) as rollout:
+        prompts, n=n, sampling=SamplingParams(), max_context=MAX_CONTEXT, seed=seed, rollout_number=number,
+        journal=journal,
+    ) as rollout:  # fmt: skip
         groups = {group.prompt_id: group.trajectories async for group in rollout.run(agent)}
     return [[_ended_well(each) for each in groups[prompt.id]] for prompt in prompts]
 
@@ -86,40 +94,53 @@ def samples(groups: list[Group]) -> list[Sample]:
 
 async def train(client: RolloutClient, args: argparse.Namespace, out: Path) -> None:
     """Train, with a line for each iteration; then tell whose answer counts."""
-    learner, held_out = Learner(args.model), held_out_prompts(HELD_OUT)
-    rows: list[curves.Row] = []
-    for iteration in range(args.iterations):
-        rows.append(await iterate(client, args, learner, held_out, iteration))
+    learner, held_out = Learner(args.model), held_out_prompts(args.held_out)
+    settings = {name: getattr(args, name) for name in SETTINGS} | {"model": model_digest(args.model)}
+    file, journals = out / "checkpoint.pt", out / "journals"
+    rows = checkpoint.resume(file, settings, learner)
+    curves.write_metrics(rows, out)
+    while len(rows) < args.iterations:
+        rows.append(await iterate(client, args, learner, held_out, len(rows), journals))
+        checkpoint.save_run(file, settings, rows, learner)
         curves.write_metrics(rows, out)
+        shutil.rmtree(journals)  # of this step; named by it, as a kill may leave them
         print(curves.line(rows[-1], args.iterations), flush=True)
     print("now whose answer counts: its own, that of a sibling, none", flush=True)
-    await client.update_weights(args.iterations + 1, learner.weights())
+    await bring(client, learner, args.iterations)
     rates: dict[lookup.Tool, float] = {}
     for number, tool in enumerate(get_args(lookup.Tool), start=args.iterations + 1):
-        rates[tool] = pass_rate(await roll(client, held_out, CONTROL_RESPONSES, number, args.seed, tool))
+        groups = await roll(client, held_out, CONTROL_RESPONSES, number, args.seed, journals / tool, tool)
+        rates[tool] = pass_rate(groups)
     checkpoint.write_whole(out / "controls.json", lambda file: file.write(json.dumps(rates).encode()))
+    shutil.rmtree(journals)
     named = {f"afterwards, with {name}": f"{rates[tool]:.3f}" for tool, name in SHOWN.items()}
     curves.report(rows, out / "curves.png", named)
     print(verdict(rows[0]["held_out"], rates))
 
 
 async def iterate(
-    client: RolloutClient, args: argparse.Namespace, learner: Learner, held_out: list[Prompt], iteration: int
-) -> curves.Row:
+    client: RolloutClient, args: argparse.Namespace, learner: Learner, held_out: list[Prompt], iteration: int,
+    journals: Path,
+) -> curves.Row:  # fmt: skip
     """Update, measure, roll out and train once; return what came out."""
     watch = Stopwatch()
     with watch("update"):
-        await client.update_weights(iteration + 1, learner.weights())
+        live = await bring(client, learner, iteration)
     with watch("eval"):
-        before = pass_rate(await roll(client, held_out, 1, iteration, args.seed))
+        before = pass_rate(
+            await roll(client, held_out, 1, iteration, args.seed, journals / f"held-out-{iteration}")
+        )
     with watch("rollout"):
         prompts = training_prompts(args.seed, iteration, args.prompts, held_out)
-        groups = await roll(client, prompts, args.responses, iteration, args.seed)
+        groups = await roll(
+            client, prompts, args.responses, iteration, args.seed, journals / f"training-{iteration}"
+        )
     with watch("train"):
         rate = args.learning_rate * min(1, (iteration + 1) / WARMUP)
         step = await asyncio.to_thread(learner.step, samples(groups), rate)
     return {
         "iteration": iteration,
+        "weights_digest": live.digest,
         "held_out": before,
         "reward": pass_rate(groups),
         "mixed_groups": statistics.mean(len(set(rewards(group))) > 1 for group in groups),
@@ -140,7 +161,11 @@ def verdict(before: float, rates: Mapping[lookup.Tool, float]) -> str:
 
 
 async def work(args: argparse.Namespace, out: Path) -> None:
-    """Start a system, and train on it."""
+    """Train on a running system, or on one started for this run."""
+    if args.connect:
+        async with RolloutClient(args.connect, tokenizer=args.model) as client:
+            await train(client, args, out)
+        return
     sets = [f"shared.model={args.model.resolve()}", "engine.max_model_len=128", "engine.max_num_seqs=128"]
     config = load_config(None, {}, [*sets, *args.sets])
     async with (
@@ -159,8 +184,10 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--responses", type=int, default=16)
+    parser.add_argument("--held-out", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--instances", type=int, default=1, help="engines to start")
+    parser.add_argument("--connect", default="", metavar="ENDPOINT", help="use a running system")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="a setting")
     parser.add_argument("--out", type=Path, help="folder of the run; default runs/agents/seed-SEED")
     args = parser.parse_args()

@@ -11,9 +11,16 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
+
+
+class Trained(Protocol):
+    """What a run trains: a `Learner`."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -41,3 +48,28 @@ def load(path: Path) -> dict[str, Any] | None:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not a checkpoint: {error}; remove it to start anew") from error
     return state
+
+
+def save_run(path: Path, settings: dict[str, Any], rows: list[dict[str, Any]], learner: Trained) -> None:
+    """Write what a run goes on from: `settings` are all that its curve follows from."""
+    state = {
+        "settings": settings,
+        "rows": rows,
+        "model": learner.model.state_dict(),
+        "optimizer": learner.optimizer.state_dict(),
+    }
+    save(path, state)
+
+
+def resume(path: Path, settings: dict[str, Any], learner: Trained) -> list[dict[str, Any]]:
+    """Take a run up, if it was saved, and return its rows. Raises ValueError for one of other settings."""
+    state = load(path)
+    if state is None:
+        return []
+    for name, ours in settings.items():
+        if (theirs := state["settings"].get(name)) != ours:
+            raise ValueError(f"{path} has {name} {theirs}, not {ours}: give that, or another --out")
+    learner.model.load_state_dict(state["model"])
+    learner.optimizer.load_state_dict(state["optimizer"])
+    rows: list[dict[str, Any]] = state["rows"]
+    return rows

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
@@ -32,6 +31,7 @@ import numpy as np
 import transformers
 from learner import Learner, Sample, advantages
 from stopwatch import Stopwatch
+from updates import bring
 
 from seer.client import (
     Group,
@@ -42,8 +42,6 @@ from seer.client import (
     SamplingParams,
     Scored,
     Scores,
-    WeightsLive,
-    WeightsRefused,
     per_response,
 )
 from seer.common.config import Config
@@ -63,9 +61,6 @@ mere noise."""
 
 ROUTING = ("own", "replayed")
 """How the trainer sends tokens to a mixture's experts: as its own routers say, or as the engines did."""
-
-PATIENCE_SECONDS = 90.0
-"""Longest wait for an update under way. One whose trainer died in the middle is given up after 30 s."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,6 @@ class Trainer:
     def __init__(self, settings: Settings, problems: Problems, model: Path, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
-        self.rows: list[dict[str, Any]] = []
         self.learner = Learner(model)
         self._settings = settings
         self._problems = problems
@@ -139,7 +133,9 @@ class Trainer:
         )
         self._held_out = problems.held_out_prompts(settings.held_out)
         self._file = out / "checkpoint.pt"
-        self._resume()
+        self.rows = checkpoint.resume(self._file, asdict(settings), self.learner)
+        if self.rows:
+            curves.write_metrics(self.rows, out)  # a kill may have come between the two files
 
     async def train(self, client: RolloutClient, iterations: int) -> None:
         """Iterate until `iterations` are done."""
@@ -151,7 +147,7 @@ class Trainer:
     async def _iterate(self, client: RolloutClient, iteration: int) -> dict[str, Any]:
         asked, watch = self._settings, Stopwatch()
         with watch("update"):
-            live = await self._update(client, iteration)
+            live = await bring(client, self.learner, iteration)
         for instance, reason in live.quarantined.items():
             print(f"{instance} gets no work until the next update: {reason}", file=sys.stderr)
         with watch("eval"):
@@ -182,18 +178,6 @@ class Trainer:
             "seconds": watch.seconds,
         }
 
-    async def _update(self, client: RolloutClient, iteration: int) -> WeightsLive:
-        """Bring the weights to the engines; another trainer's update, or a killed one's, comes first."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            version = max(iteration, (await client.status()).weight_version) + 1
-            try:
-                return await client.update_weights(version, self.learner.weights())
-            except WeightsRefused as error:
-                if error.reasons.keys() != {""} or time.monotonic() > until:  # an engine's reason stays
-                    raise
-            await asyncio.sleep(1)
-
     async def _roll(
         self, client: RolloutClient, iteration: int, prompts: list[Prompt], n: int
     ) -> tuple[list[Scored], RewardMetrics, float]:
@@ -206,27 +190,8 @@ class Trainer:
         return scored, scores.metrics, tail_seconds(rollout.finish_times)
 
     def _save(self) -> None:
-        state = {
-            "settings": asdict(self._settings),
-            "rows": self.rows,
-            "model": self.learner.model.state_dict(),
-            "optimizer": self.learner.optimizer.state_dict(),
-        }
-        checkpoint.save(self._file, state)
+        checkpoint.save_run(self._file, asdict(self._settings), self.rows, self.learner)
         curves.write_metrics(self.rows, self.out)
-
-    def _resume(self) -> None:
-        state = checkpoint.load(self._file)
-        if state is None:
-            return
-        for name, ours in asdict(self._settings).items():
-            if state["settings"].get(name) != ours:
-                theirs = state["settings"].get(name)
-                raise ValueError(f"{self._file} has {name} {theirs}, not {ours}: give that, or another --out")
-        self.rows = state["rows"]
-        self.learner.model.load_state_dict(state["model"])
-        self.learner.optimizer.load_state_dict(state["optimizer"])
-        curves.write_metrics(self.rows, self.out)  # a kill may have come between the two files
 
 
 def parse() -> argparse.Namespace:

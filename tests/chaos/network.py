@@ -17,12 +17,13 @@ import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -89,6 +90,12 @@ class Network:
     def cut(self, sender: str, receiver: str) -> None:
         """Drop whatever goes from one to the other from now on; one way only."""
         self._cut.add((self._packed(sender), self._packed(receiver)))
+
+    def cut_off(self, names: Collection[str]) -> None:
+        """Drop whatever goes between these and all others, as if their node had lost its network."""
+        for inside, outside in itertools.product(names, self._spaces.keys() - set(names)):
+            self.cut(inside, outside)
+            self.cut(outside, inside)
 
     def heal(self) -> None:
         """Let everything pass again."""

@@ -56,6 +56,8 @@ async def test_a_network_cuts_the_way_it_is_told_to_and_no_other():
         assert [pair for pair in pairs if not await arrives(*pair)] == [("a", "b"), ("b", "a")]
         net.heal()
         assert all([await arrives(*pair) for pair in pairs])
+        net.cut_off(("a", "b"))
+        assert [pair for pair in pairs if await arrives(*pair)] == [("a", "b"), ("b", "a")]
         for peer in peers.values():
             peer.close()
     finally:

@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "agents"))
 
-from lookup import left_over, lookup, passes
+from lookup import agent, left_over, lookup, passes
 from train_agents import verdict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents"
@@ -91,3 +92,23 @@ def test_the_tool_has_an_answer_of_its_own_for_each_trajectory():
     assert set(found) == set(range(1, 21))
     assert found == [lookup("0/1", "train-000", index) for index in range(500)]
     assert found != [lookup("0/2", "train-000", index) for index in range(500)]
+
+
+async def test_the_agent_goes_on_with_what_the_journal_has():
+    said = []
+
+    class Journalled:
+        prompt_id, index, metadata = "train-000", 0, {"problem": SimpleNamespace(numbers=(12, 8, 6))}
+
+        async def generate(self, **_):
+            text = f"S2 {said[0]} 6 : {said[0]} + 6 = {int(said[0]) + 6}" if said else "S3 12 8 6 : 12 + 8"
+            return SimpleNamespace(text=text, stop_reason="=")
+
+        async def once(self, call):
+            return await call("a call") + 20  # no number that the tool has
+
+        def append(self, text):
+            said.append(text)
+
+    assert await agent(Journalled(), "0/1", 8, "own") == 1
+    assert said == [str(lookup("0/1", "train-000", 0) + 20)]
