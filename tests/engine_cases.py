@@ -5,8 +5,9 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -75,8 +76,10 @@ def chunk(
     return Chunk(request_id=name, key=key, sampling=sampling, **{"group_id": "g"} | fields | kwargs)
 
 
-def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
-    """Run chunks at once to their ends."""
+def run(
+    backend: VllmBackend, chunks: list[Chunk], told: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Response]:
+    """Run chunks at once to their ends; some are `told` to end where they stand, at so many tokens."""
     responses: dict[str, Response] = defaultdict(Response)
     for one in chunks:
         backend.add(one)
@@ -89,6 +92,9 @@ def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
             responses[generated.request_id].beside.append(generated.beside)
         for end in output.ended:
             responses[end.request_id].ends.append(end)
+        for name, count in told.items():
+            if len(responses[name].tokens) >= count:
+                backend.end(name, 0)
         for failure in output.failed:
             responses[failure.request_id].failures.append(str(failure.error))
     found = [responses[one.request_id] for one in chunks]

@@ -75,8 +75,11 @@ def in_one_go(backend: VllmBackend) -> Results:
     ]))  # fmt: skip
 
 
-def in_chunks(backend: VllmBackend) -> Results:
-    """The same, each cut into chunks of 7 tokens, which do not all end in the same step."""
+def in_chunks(backend: VllmBackend, *, told: bool = False) -> Results:
+    """The same, each cut into chunks of 7 tokens or fewer, which do not all end in the same step.
+
+    `told`: each is told to end where it stands then, or was told before it had a token.
+    """
     done = {f"{case} {key}": Response() for case in CASES for key in range(3)}
     while running := [name for name, one in done.items() if not one.ends or not one.finish[0]]:
         chunks = []
@@ -85,12 +88,18 @@ def in_chunks(backend: VllmBackend) -> Results:
             given = prompt(int(key), 20 + 9 * int(key))
             chunks.append(chunk(
                 name, CASES[case], key=int(key), prompt=given + done[name].tokens, prompt_len=len(given),
-                max_new_tokens=7 - int(key),
+                max_new_tokens=40 if told else 7 - int(key),
             ))  # fmt: skip
-        for name, piece in run(backend, chunks).items():
+        ends = {name: 7 * int(name[-1]) for name in running} if told else {}
+        for name, piece in run(backend, chunks, ends).items():
             done[name].tokens += piece.tokens
             done[name].ends += piece.ends
     return seen(done)
+
+
+def told_to_end(backend: VllmBackend) -> Results:
+    """See `in_chunks`."""
+    return in_chunks(backend, told=True)
 
 
 def with_turns(backend: VllmBackend) -> Results:
@@ -159,5 +168,5 @@ def with_arrivals_and_drops(backend: VllmBackend) -> Results:
 
 
 WAYS: list[Callable[[VllmBackend], Results]] = [
-    in_one_go, in_chunks, with_turns, with_preemptions, with_long_prompts, with_arrivals_and_drops,
+    in_one_go, in_chunks, told_to_end, with_turns, with_preemptions, with_long_prompts, with_arrivals_and_drops,
 ]  # fmt: skip

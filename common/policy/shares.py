@@ -6,7 +6,9 @@ what it has now for `HORIZON` seconds more, over its weight; the lowest level go
 a trainer that comes take freed room until it has its share, with little more than that in the end; the first
 part makes shares exact over time, also where there are fewer seats than trainers, or weights differ much.
 
-Running chunks are not preempted for a share: chunks are short, and what they have computed would be lost.
+A trainer that waits and has less than half of its part of the engines does not wait until chunks end by
+themselves: chunks of those that have more than their part end where they stand (`lacks`, `beyond`). What
+these computed is kept, so that costs no more than a chunk's end does.
 
 Invariants (tests/property/test_shares.py asserts them):
 - trainers that wait all the time have engine-seconds in proportion to their weights, up to a bound that does
@@ -84,6 +86,20 @@ class Shares(msgspec.Struct):
         """Return what orders trainers: the lowest goes first."""
         share = self._of.get(trainer)
         return self.floor if share is None else share.level
+
+    def lacks(self, trainer: str, total: int) -> int:
+        """Return what a trainer that waits lacks of its part of `total`, if it has less than half of that."""
+        part, has = self._part(trainer, total), self._of[trainer].has
+        return part - has if 2 * has < part else 0
+
+    def beyond(self, total: int) -> dict[str, int]:
+        """Return what trainers have beyond their parts of `total`."""
+        more = {name: share.has - self._part(name, total) for name, share in self._of.items() if share.has}
+        return {name: what for name, what in more.items() if what > 0}
+
+    def _part(self, trainer: str, total: int) -> int:
+        weights = sum(share.weight for share in self._of.values() if share.active)
+        return int(total * self._of[trainer].weight / weights)
 
     def wants(self, trainer: str, now: float) -> None:
         """Note that a trainer's requests begin to wait."""

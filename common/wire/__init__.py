@@ -48,6 +48,7 @@ from seer.common.wire.engines import ChunkResult as ChunkResult
 from seer.common.wire.engines import ChunksDone as ChunksDone
 from seer.common.wire.engines import ChunkTokens as ChunkTokens
 from seer.common.wire.engines import DropChunk as DropChunk
+from seer.common.wire.engines import EndChunks as EndChunks
 from seer.common.wire.engines import EngineStatus as EngineStatus
 from seer.common.wire.engines import EngineToBuffer as EngineToBuffer
 from seer.common.wire.engines import Ping as Ping

@@ -116,6 +116,13 @@ class DropChunk(Message, tag=True):
     attempt: int
 
 
+class EndChunks(Message, tag=True):
+    """End chunks where they stand: their room is another trainer's. One that has no token yet goes on."""
+
+    request_ids: list[ShortStr]
+    attempts: list[int]
+
+
 class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
@@ -205,6 +212,7 @@ BufferToEngine = (
     | Refused
     | RunChunk
     | DropChunk
+    | EndChunks
     | Ping
     | PrepareWeights
     | LoadWeights

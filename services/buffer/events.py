@@ -96,7 +96,14 @@ class ToEngine(Row, frozen=True):
     """Give an engine an order. A `Dispatch` is one, too: a chunk to run, whose tokens the machines lack."""
 
     instance: str
-    message: wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep | wire.DropChunk
+    message: (
+        wire.PrepareWeights
+        | wire.DiscardWeights
+        | wire.LoadWeights
+        | wire.Sleep
+        | wire.DropChunk
+        | wire.EndChunks
+    )
 
 
 class ToTrainer(Row, frozen=True):

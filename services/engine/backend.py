@@ -156,10 +156,10 @@ class Backend(Protocol):
     def drop(self, request_id: str, attempt: int) -> None:
         """Forget a chunk; nothing further is reported of it. Unknown ones are ignored."""
 
-    def end_chunks(self) -> None:
-        """Have the next step end all chunks as if each were at its limit; drop those without a token before.
+    def end(self, request_id: str, attempt: int) -> None:
+        """Have the next step end a chunk as if it were at its limit; one without a token is left alone.
 
-        Their KV is saved for whoever goes on with them; `InstanceStats.pinned_blocks` tells until when.
+        Its KV is saved for whoever goes on with it; `InstanceStats.pinned_blocks` tells until when.
         """
 
     def has_work(self) -> bool:

@@ -115,9 +115,9 @@ class Driver(ABC):
         """Stop a chunk; output that was produced before may still arrive."""
         self.tell(lambda: self._backend.drop(request_id, attempt))
 
-    def end_chunks(self) -> None:
-        """Have all chunks end where they are."""
-        self.tell(self._backend.end_chunks)
+    def end(self, request_id: str, attempt: int) -> None:
+        """Have a chunk end where it is; one without a token goes on."""
+        self.tell(lambda: self._backend.end(request_id, attempt))
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Give the draft trees tokens of other responses."""

@@ -84,8 +84,7 @@ class Leaving:
             told.cancel()
 
     async def hand_back(self, runs: Callable[[], bool]) -> None:
-        """End all chunks where they stand, and wait until their KV is saved; `runs`: some have not ended."""
-        self._driver.end_chunks()
+        """Wait until chunks that were ended have, and their KV is saved; `runs`: some have not ended."""
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(self._seconds):
                 while runs() or self._driver.stats.pinned_blocks:

@@ -58,8 +58,11 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class EndChunks:
-    """`Backend.end_chunks`."""
+class End:
+    """`Backend.end`."""
+
+    request_id: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Sleep:
 
 
 Call = Load | Bind | Sleep
-Command = Add | Drop | EndChunks | Step | Feed | Forget | Call
+Command = Add | Drop | End | Step | Feed | Forget | Call
 
 
 # --- from a rank -------------------------------------------------------------------------
@@ -204,8 +207,8 @@ class _Rank:
                     self._add(chunk)
                 case Drop(request_id, attempt):
                     self._backend.drop(request_id, attempt)
-                case EndChunks():
-                    self._backend.end_chunks()
+                case End(request_id, attempt):
+                    self._backend.end(request_id, attempt)
                 case Step(drafts):
                     self._answer(self._step(drafts))
                 case Feed(deltas):

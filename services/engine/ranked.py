@@ -38,7 +38,7 @@ from seer.services.engine.rank_process import (
     Command,
     Done,
     Drop,
-    EndChunks,
+    End,
     Failed,
     Feed,
     Forget,
@@ -137,11 +137,10 @@ class RankedBackend:
         if rank is not None:
             self._tell(rank, Drop(request_id, attempt))
 
-    def end_chunks(self) -> None:
-        """See `Backend.end_chunks`."""
-        self._tell_all(EndChunks())
-        for rank, _ in self._runs.values():
-            self.lockstep.work(rank)
+    def end(self, request_id: str, attempt: int) -> None:
+        """See `Backend.end`."""
+        if (run := self._runs.get((request_id, attempt))) is not None:
+            self._tell(run[0], End(request_id, attempt))
 
     def _over(self, request_id: str, attempt: int) -> int | None:
         """Forget a chunk; return the rank that has it."""

@@ -211,7 +211,9 @@ class EngineServer:
 
     async def _hand_back(self) -> None:
         for request_id, run in list(self.running.items()):
-            if not run.tokens:
+            if run.tokens:
+                self._driver.end(request_id, run.serial)
+            else:
                 self._drop_chunk(request_id, run.attempt)
         await self._leaving.hand_back(lambda: bool(self.running))
 
@@ -224,6 +226,8 @@ class EngineServer:
                     self._start_chunk(order)
                 case wire.DropChunk() as drop:
                     self._drop_chunk(drop.request_id, drop.attempt)
+                case wire.EndChunks() as asked:
+                    self._end_chunks(asked)
                 case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
                     self._updater.order(asked)
                 case wire.DiscardWeights() as order:
@@ -238,6 +242,12 @@ class EngineServer:
                     self._log.warning("the buffer refused something", why=refused.message)
                 case wire.Ping():
                     pass
+
+    def _end_chunks(self, asked: wire.EndChunks) -> None:
+        for request_id, attempt in zip(asked.request_ids, asked.attempts, strict=False):
+            run = self.running.get(request_id)
+            if run is not None and run.attempt == attempt:
+                self._driver.end(request_id, run.serial)
 
     def _start_chunk(self, order: wire.RunChunk) -> None:
         if self._leaving.begun:

@@ -12,7 +12,7 @@ from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
 ENGINE = EngineConfig(
     backend="replay", kv_blocks=4000, max_num_seqs=8, replay=ReplayConfig(step_seconds=0.02, mean_tokens=400)
 )
-"""A chunk of 32 tokens takes two thirds of a second."""
+"""A chunk of 512 tokens takes ten seconds."""
 
 SAMPLING = SamplingParams(max_tokens=1000)
 
@@ -45,7 +45,7 @@ async def watch(machine, seconds, of):
 
 
 async def flooded(**shares):
-    buffer = BufferConfig(chunk_size=32, shares=shares)
+    buffer = BufferConfig(chunk_size=512, shares=shares)
     async with running(engines=2, engine=ENGINE, buffer=buffer) as cluster:
         machine = cluster.services["buffer"].machine
         async with cluster.client(name="flood") as flood, cluster.client(name="small-1") as small:

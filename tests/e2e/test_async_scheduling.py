@@ -55,7 +55,7 @@ def test_the_ways_stop_as_they_say(expected_ways: dict[str, Results]) -> None:
     reasons = {finish for _, finish in expected_ways["in_one_go"].values()}
     assert {("stop", str(STOP)), ("length", "")} < reasons
     assert any(reason in CASES["stop strings"].stop for _, reason in reasons)
-    assert expected_ways["in_chunks"] == expected_ways["in_one_go"]
+    assert expected_ways["in_chunks"] == expected_ways["told_to_end"] == expected_ways["in_one_go"]
 
 
 def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> None:

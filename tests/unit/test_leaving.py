@@ -134,8 +134,8 @@ class Saving(ReplayBackend):
         super().__init__(config, Config().shared)
         self.seconds, self.until = seconds, 0.0
 
-    def end_chunks(self):
-        super().end_chunks()
+    def end(self, request_id, attempt):
+        super().end(request_id, attempt)
         self.until = asyncio.get_running_loop().time() + self.seconds
 
     def stats(self):

@@ -112,17 +112,20 @@ def test_a_dropped_chunk_is_not_heard_of_and_its_request_may_come_back(engines, 
     assert tokens["one"] >= 1
 
 
-def test_chunks_that_are_handed_back_end_where_they_stand(engines, tmp_path):
+def test_chunks_that_are_told_to_end_where_they_stand_do_and_others_go_on(engines, tmp_path):
     engine = engines(tmp_path)
     engine.start()
     for name in ("one", "two", "three", "four"):
         engine.add(chunk(name, tokens=30))
     before = engine.step()
-    engine.end_chunks()
+    assert {"one", "two"} < {new.request_id for new in before.generated}
+    engine.end("three", 1)  # another attempt
+    for name in ("one", "two", "unknown"):
+        engine.end(name, 0)
     tokens, outputs = run(engine)
-    ends = [end for output in outputs for end in output.ended]
-    assert {end.request_id for end in ends if not end.finish} == {new.request_id for new in before.generated}
-    assert all(count < 30 for count in tokens.values())
+    ends = {end.request_id: end.finish for output in outputs for end in output.ended}
+    assert {name for name, finish in ends.items() if not finish} == {"one", "two"}
+    assert max(tokens["one"], tokens["two"]) < min(tokens["three"], tokens["four"])
     assert not engine.has_work()
 
 

@@ -59,9 +59,10 @@ class MachineFields(msgspec.Struct):
     _last_tick: float | None
     _queued: int
     _group_number: int
+    ending: int = 0
 
 
-OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued")
+OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued", "ending")
 OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_incarnations", "_last_tick")
 """The fields of `MachineFields` that are in the machine's `scheduler` and `deaths`."""
 

@@ -146,6 +146,10 @@ class SharedQueue:
         first = self._first()
         return None if first is None else self._of[first].head()
 
+    def first(self) -> str | None:
+        """Return the trainer that goes next where several share the engines."""
+        return self._first() if self.shares.active > 1 else None
+
     def heads(self, count: int) -> list[str]:
         """Return the ids that go next of the first `count` trainers, in their order; none while one waits."""
         if len(self._of) < 2:

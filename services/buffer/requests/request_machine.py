@@ -241,6 +241,9 @@ class RequestMachine:
     def _schedule(self, now: float, out: list[Instruction]) -> None:
         for request_id, instance, chunk in self.scheduler.placements(now):
             self._dispatch(request_id, instance, chunk, out)
+        for name, ending in self.scheduler.ends().items():
+            ids_, attempts = [each.view.request_id for each in ending], [each.attempt for each in ending]
+            out.append(ToEngine(name, wire.EndChunks(request_ids=ids_, attempts=attempts)))
 
     def _dispatch(
         self,
@@ -298,7 +301,8 @@ class RequestMachine:
             return
         self.deaths.chunk_ended(event.instance)
         self._release(request)
-        if result.start != request.streamed or not 0 < result.count <= request.view.remaining:
+        stands = not result.count and result.start and not result.finish  # it ended where it stood
+        if result.start != request.streamed or not (stands or 0 < result.count <= request.view.remaining):
             # Tokens before these were lost, there is no progress, or there is more than was asked for.
             self._lost(request, out, f"ended a chunk with {result.count} tokens after {result.start}")
             return

@@ -17,7 +17,7 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
-from seer.common.policy.shares import Shares, cost
+from seer.common.policy.shares import UNIT, Shares, cost
 from seer.services.buffer.requests.engine_deaths import EngineDeaths
 from seer.services.buffer.requests.queue import SharedQueue
 from seer.services.buffer.requests.state import RequestState
@@ -56,6 +56,7 @@ class Scheduler:
         self._requests, self._estimates = requests, estimates
         self._counters, self._deaths, self._running = counters, deaths, running
         self._queued = 0
+        self.ending = 0  # what chunks have of their engines that were told to end where they stand
 
     def __len__(self) -> int:
         """Return how many requests wait."""
@@ -124,7 +125,45 @@ class Scheduler:
         """Count that no more: the chunk has ended."""
         share = request.group.rollout.share
         self.queue.gives(share, request.cost, self.now)
-        request.cost = 0
+        if request.ending:
+            self.ending -= request.cost
+        request.cost, request.ending = 0, False
+
+    def ends(self) -> dict[str, list[RequestState]]:
+        """Return, by instance, chunks that are to end where they stand, for the trainer that goes next.
+
+        These are of all instances that could take its request, and of each those that run for longest: they
+        have tokens to end with, and none is ended again and again.
+        """
+        first, shares = self.queue.first(), self.queue.shares
+        if first is None or not self._instances:
+            return {}
+        total = UNIT * len(self._instances)
+        lacks = shares.lacks(first, total)
+        if lacks <= self.ending:
+            return {}
+        view = self._requests[str(self.queue.head())].view
+        asked = view.context, self.chunk(view), view.image_tokens
+        beyond, already = shares.beyond(total), self.ending
+        able = [name for name in self._instances.holding(*asked) if name != self.emptied and beyond]
+        found: dict[str, list[RequestState]] = {}
+        budget = 0.0
+        for name in able:
+            capacity = self._instances[name].capacity
+            wanted = len(self.queue.of(first)) * cost(capacity, capacity.blocks_for(*asked[:2]))
+            budget += max(0, min(lacks, wanted) - already) / len(able)
+            for request_id in self._running[name]:
+                request = self._requests[request_id]
+                share = request.group.rollout.share
+                if request.cost > budget:
+                    break
+                if request.ending or request.alone or beyond.get(share, 0) < request.cost:
+                    continue
+                request.ending = True
+                self.ending += request.cost
+                budget, beyond[share] = budget - request.cost, beyond[share] - request.cost
+                found.setdefault(name, []).append(request)
+        return found
 
     # --- placement -----------------------------------------------------------------------
 

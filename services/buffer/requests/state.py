@@ -167,7 +167,7 @@ class RequestState(msgspec.Struct, array_like=True):
     `deaths`: the incarnations of engines that died while they ran it, since its last chunk that ended.
     `alone`: it runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
     `streamed`: tokens of the chunk that runs which came before its end. `cost`: what that chunk has of its
-    engine.
+    engine; `ending`: the chunk was told to end where it stands.
     """
 
     view: RequestView
@@ -183,6 +183,7 @@ class RequestState(msgspec.Struct, array_like=True):
     parked_since: float | None = None
     streamed: int = 0
     cost: int = 0
+    ending: bool = False
 
     def progress(self, chunk: ChunkResult | None = None) -> RequestProgress:
         """Return how far it is, with the drafts of its `chunk` if one ended: more may come after a turn."""

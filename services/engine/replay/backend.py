@@ -166,16 +166,18 @@ class ReplayBackend:
             self._model.remove(run.sequence)
             del self._runs[request_id]
 
-    def end_chunks(self) -> None:
-        """See `Backend.end_chunks`."""
-        for run in list(self._runs.values()):
-            sequence = run.sequence
-            del run.token_ids[len(run.token_ids) - (sequence.end - sequence.length) :]
-            self._model.remove(sequence)
-            if run.token_ids:
-                self._handed_back.append(self._end(sequence, finish=False))
-            else:
-                del self._runs[sequence.name]
+    def end(self, request_id: str, attempt: int) -> None:
+        """See `Backend.end`."""
+        run = self._runs.get(request_id)
+        if run is None or run.chunk.attempt != attempt:
+            return
+        sequence = run.sequence
+        if left := sequence.end - sequence.length:
+            if left == len(run.token_ids):
+                return
+            del run.token_ids[-left:]
+        self._model.remove(sequence)
+        self._handed_back.append(self._end(sequence, finish=False))
 
     def has_work(self) -> bool:
         """See `Backend.has_work`."""

@@ -233,14 +233,12 @@ class VllmBackend:
             self.core.abort(engine_id)
             self._forget(engine_id)
 
-    def end_chunks(self) -> None:
-        """See `Backend.end_chunks`."""
-        for engine_id, run in list(self._runs.items()):
-            if run.left == tokens_left(run.chunk):
-                self.drop(run.chunk.request_id, run.chunk.attempt)
-            else:
-                self.core.hand_back(run.request)
-                self._end(engine_id, self._handed_back, "", "")
+    def end(self, request_id: str, attempt: int) -> None:
+        """See `Backend.end`."""
+        engine_id = self._engine_ids.get((request_id, attempt))
+        if engine_id is not None and (run := self._runs[engine_id]).left < tokens_left(run.chunk):
+            self.core.hand_back(run.request)
+            self._end(engine_id, self._handed_back, "", "")
 
     def has_work(self) -> bool:
         """Say whether `step` would do anything: run chunks, end steps under way, free saved blocks."""
