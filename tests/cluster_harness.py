@@ -87,6 +87,7 @@ class Cluster:
     ) -> RolloutClient:
         """A trainer with the key of `user`."""
         transport = transport or MemoryTransport(self.network, user=user)
+        options = {"name": user.name} | options if user.name else options
         return RolloutClient(Config().endpoints.trainers, transport=transport, **options)
 
     async def stop(self) -> None:

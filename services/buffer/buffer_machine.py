@@ -21,6 +21,7 @@ from seer.services.buffer.events import (
     FromTrainer,
     Joined,
     Left,
+    SleeperLost,
     Tick,
     ToTrainer,
     Weights,
@@ -82,7 +83,7 @@ class BufferMachine:
                 return [self._to_requests(event), self._to_weights(event)]
             case FromEngine(message=wire.Slept(dropped=True)):
                 return [self._to_weights(event), self._to_sleep(event)]
-            case FromEngine(message=wire.Slept()) | FromTrainer(message=wire.Sleep()):
+            case FromEngine(message=wire.Slept()) | FromTrainer(message=wire.Sleep()) | SleeperLost():
                 return [self._to_sleep(event)]
             case FromEngine(message=wire.WeightsPrepared() | wire.WeightsLoaded()):
                 return [self._to_weights(event)]

@@ -64,10 +64,20 @@ class FromEngine(Row, frozen=True):
 
 
 class FromTrainer(Row, frozen=True):
-    """A trainer asks for something; what it submits are `GroupsSubmitted`, as prompts are arrays."""
+    """A trainer asks for something; what it submits are `GroupsSubmitted`, as prompts are arrays.
+
+    `share`: whom what it has counts to; empty: itself.
+    """
 
     trainer: str
     message: wire.UpdateWeights | wire.Sleep | wire.Cancel | wire.Acknowledge
+    share: str = ""
+
+
+class SleeperLost(Row, frozen=True):
+    """Nobody whose work counts to `share` has been there for the lease of trainers: it needs no sleep."""
+
+    share: str
 
 
 class Left(Row, frozen=True):

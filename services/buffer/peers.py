@@ -115,6 +115,11 @@ class Peers:
         """Return the name of the incarnation at an address; None: there is none."""
         return self._peers[address].name if address in self._peers else None
 
+    @property
+    def addresses(self) -> list[bytes]:
+        """The addresses of all incarnations."""
+        return list(self._peers)
+
     def address_of(self, name: str) -> bytes | None:
         """Return the address of the incarnation that holds a name; None: there is none."""
         return self._addresses.get(name)

@@ -33,7 +33,7 @@ from seer.common.process.memory_limit import bounds, limit_bytes
 from seer.services.buffer import rights, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
-from seer.services.buffer.events import FromTrainer
+from seer.services.buffer.events import FromTrainer, SleeperLost
 from seer.services.buffer.images.image_server import ImageServer
 from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.log.rows import Header
@@ -42,6 +42,7 @@ from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import handle_hello
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.response_store import TOKEN_BYTES, Store
+from seer.services.buffer.sleep_leases import SleepLeases
 from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.status import Sources, StatusDesk
 from seer.services.buffer.weights.spool import Spool
@@ -119,6 +120,7 @@ class BufferServer:
             (self._rows, self._statistics),
             self._rows.position,
         )
+        self._leases = SleepLeases(settings.trainer_lease_seconds, TICK_SECONDS)
         self._spool = Spool(settings.spool, clock)
         self._trainers = self._out.trainers
         self._machines = machines
@@ -254,6 +256,7 @@ class BufferServer:
                     )
                 continue
             self.conductor.received_from_trainer(address, self._trainer_hub.session(address))
+            self._leases.heard(self._share(address, name))
             user = self._trainer_hub.user(address)
             if isinstance(message, rights.CHANGING) and user.lacks:
                 reply = rights.refusal(user, message)
@@ -283,7 +286,8 @@ class BufferServer:
             case wire.OpenSpool() | wire.SpoolData() if self.conductor.draining:
                 pass  # the successor takes it: its trainer sends again what is not confirmed
             case wire.Sleep() | wire.Cancel() | wire.Acknowledge():
-                self.conductor.apply(FromTrainer(name, message))
+                share = self._share(address, name) if isinstance(message, wire.Sleep) else ""
+                self.conductor.apply(FromTrainer(name, message, share))
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message, self._share(address, name))
             case wire.OpenImage() | wire.ImageData():
@@ -348,6 +352,7 @@ class BufferServer:
             if (address := self._trainers.address_of(name)) is not None:
                 self.conductor.renounce(name, address)
             self.conductor.tick()
+            await self._end_sleep()
             self._rows.tick(self._clock.now())
             self._kept.tick(self._clock.now())
             self._spool.remove_unneeded(self.weights.sources)
@@ -359,6 +364,22 @@ class BufferServer:
                 for rollout in self.machine.rollouts.values():
                     if self._out.to_trainers.keeps_up(rollout.address):
                         self._out.incarnation(rollout.address, views.progress(self.machine, rollout))
+
+    async def _end_sleep(self) -> None:
+        """Have engines wake that sleep for trainers of whom nobody is there any more."""
+        if self.weights.updating:
+            return  # waking waits for that
+        for share in self._leases.tick(self._machines.sleep.sleepers, self._clock.now()):
+            for address in self._trainers.addresses:
+                its = (
+                    self._trainer_hub.session(address)
+                    and self._share(address, self._trainers.name_of(address) or "") == share
+                )
+                if its and await self._trainer_hub.is_connected(address):
+                    break
+            else:
+                self._log.warning("a trainer that had engines sleep is gone", trainer=share)
+                self.conductor.apply(SleeperLost(share))
 
     async def _publish(self) -> None:
         while True:

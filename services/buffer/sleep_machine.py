@@ -17,6 +17,7 @@ Invariants (tests/property/test_sleep_machine.py):
   an earlier one: every request that is taken is a wish with a number, greater than all before it. Engines
   report the last wish that they came to, trainers repeat the last one that was answered, and the greatest
   counts; but a request to this incarnation counts before all of earlier ones;
+- sleep ends with the last of those who asked for it (`sleepers`), as if somebody asked for engines to wake;
 - where no engine knows of a wish (on its way to its first one), a buffer that got no request takes over the
   state of its engines: as long as all of them sleep, the state of the engine that sleeps least.
 """
@@ -39,12 +40,18 @@ from seer.services.buffer.events import (
     Joined,
     Left,
     Row,
+    SleeperLost,
     Tick,
     ToEngine,
     ToTrainer,
 )
 
 NO_ENGINE = "no engine is there to wake: start one, and ask again"
+
+LEASE_ENDED = "nobody of this name was there for buffer.trainer_lease_seconds: ask again"
+
+MAX_SLEEPERS = 64
+"""Bound on those who have engines sleep: of more, the last ones count."""
 
 GRACE_SECONDS = 10.0
 """Twice the time after which an idle engine notices that its buffer was restarted."""
@@ -59,7 +66,7 @@ class GiveUp(Row, frozen=True):
     instance: str
 
 
-Event = Joined | Left | FromTrainer | FromEngine | Drained | Tick | Changed
+Event = Joined | Left | FromTrainer | SleeperLost | FromEngine | Drained | Tick | Changed
 Instruction = ToEngine | ToTrainer | GiveUp
 
 
@@ -88,6 +95,8 @@ class SleepMachine(msgspec.Struct):
     first_wish: int = 1
     _wish: int = 0
     """The number of what is wanted; 0: nobody has said."""
+    sleepers: list[str] = field(default_factory=list)
+    """Who has engines sleep, by share; empty text: a trainer that has not told this incarnation yet."""
 
     @property
     def held(self) -> bool:
@@ -122,10 +131,12 @@ class SleepMachine(msgspec.Struct):
             case Left():
                 for name in event.instances:
                     self._forget(name)
-            case FromTrainer(trainer, wire.Sleep(wish=0) as request):
-                self._sleep_requested(trainer, request, now, out)
-            case FromTrainer(_, wire.Sleep() as again):
-                self._learn(again.wish, state_of(asleep=again.asleep, tags=again.tags), again.level)
+            case FromTrainer(trainer, wire.Sleep(wish=0) as request, share):
+                self._sleep_requested(trainer, request, share or trainer, now, out)
+            case FromTrainer(trainer, wire.Sleep() as again, share):
+                self._said_again(again, share or trainer)
+            case SleeperLost(share):
+                self._sleeper_lost(share, out)
             case FromEngine(name, wire.Slept() as answer):
                 state = state_of(asleep=answer.asleep, tags=answer.tags)
                 if name in self._ordered and state != self._states[name]:
@@ -175,23 +186,54 @@ class SleepMachine(msgspec.Struct):
     def _take_over(self, wish: int, state: SleepState, level: SleepLevel) -> None:
         """Want what was wanted in an earlier incarnation."""
         self._wish, self.wanted, self._level = wish, state, level
+        self.sleepers = [""] if state else []
+
+    def _said_again(self, again: wire.Sleep, share: str) -> None:
+        """Hear from a trainer what it has engines do since an earlier incarnation."""
+        state = state_of(asleep=again.asleep, tags=again.tags)
+        self._learn(again.wish, state, again.level)
+        if self.wanted and state:
+            self._sleeps(share)
+
+    def _sleeps(self, share: str) -> None:
+        others = [each for each in self.sleepers if each not in ("", share)]
+        self.sleepers = [*others[1 - MAX_SLEEPERS :], share]
+
+    def _sleeper_lost(self, share: str, out: list[Instruction]) -> None:
+        """Have engines wake if nobody is left who has them sleep."""
+        left = [each for each in self.sleepers if each != share]
+        ended, self.sleepers = len(left) < len(self.sleepers), left
+        if not ended or left or not self.wanted:
+            return
+        out += [_told(*who, SleepState.ASLEEP, LEASE_ENDED) for who in self._waiting.items()]
+        self._waiting.clear()
+        self._want(SleepState.AWAKE)
+
+    def _want(self, target: SleepState) -> None:
+        self.wanted, self._requested = target, True
+        self._wish = max(self._wish + 1, self.first_wish)
 
     def _forget(self, instance: str) -> None:
         self._states.pop(instance, None)
         self._ordered.pop(instance, None)
 
-    def _sleep_requested(self, trainer: str, request: wire.Sleep, now: float, out: list[Instruction]) -> None:
+    def _sleep_requested(
+        self, trainer: str, request: wire.Sleep, share: str, now: float, out: list[Instruction]
+    ) -> None:
         try:
             target = SleepState.ASLEEP if request.asleep else self.wanted.woken(request.tags)
             self._check(request, target)
         except SeerError as error:
             state = SleepState.ASLEEP if request.asleep else SleepState.AWAKE
-            out.append(_told(trainer, state, str(error), request.call_id))
+            out.append(_told(trainer, request.call_id, state, str(error)))
             return
         if request.asleep and self.wanted is not SleepState.ASLEEP:
             self._level = request.level
-        self.wanted, self._requested = target, True
-        self._wish = max(self._wish + 1, self.first_wish)
+        self._want(target)
+        if request.asleep:
+            self._sleeps(share)
+        elif not target:
+            self.sleepers = []
         if not self._waiting:
             self._requested_at = now
         self._waiting[trainer] = request.call_id
@@ -232,13 +274,13 @@ class SleepMachine(msgspec.Struct):
             # An engine that left uses no memory, as if asleep; but it may register again, and still sleep.
             problem = "" if self.wanted is SleepState.ASLEEP or self._states else NO_ENGINE
             out += [
-                _told(trainer, self.wanted, problem, call_id, self._wish)
+                _told(trainer, call_id, self.wanted, problem, self._wish)
                 for trainer, call_id in self._waiting.items()
             ]
             self._waiting.clear()
 
 
-def _told(trainer: str, state: SleepState, problem: str, call_id: int, wish: int = 0) -> ToTrainer:
+def _told(trainer: str, call_id: int, state: SleepState, problem: str, wish: int = 0) -> ToTrainer:
     """Return a trainer's answer: what sleeps now; with a `problem`, its request had no effect."""
     asleep = state is SleepState.ASLEEP
     answer = wire.Slept(asleep=asleep, problem=problem, call_id=call_id, tags=state.tags, wish=wish)

@@ -5,11 +5,14 @@ import contextlib
 
 import pytest
 from cluster_harness import folder, roll, running
+from memory_transport import MemoryTransport
 from virtual_time import VIRTUAL, eventually
 
 from seer.client import InvalidField, SeerError, WeightsRefused
 from seer.common import wire
 from seer.common.config import BufferConfig, EngineConfig, ReplayConfig, SharedConfig
+from seer.common.errors import Unreachable
+from seer.common.net.keys import User
 from seer.common.sleep import SleepState
 
 pytestmark = VIRTUAL
@@ -100,7 +103,8 @@ async def test_a_trainer_says_its_wish_again_while_another_updates(tmp_path):
             update = asyncio.create_task(other.update_weights(1, folder(tmp_path / "one", 1.0)))
             await eventually(lambda: buffer.weights.updating)
             again = wire.Sleep(asleep=False, wish=2**40)
-            assert buffer._from_trainer(client.name, b"", again) is None
+            address = buffer._trainers.address_of(client.name)
+            assert buffer._from_trainer(client.name, address, again) is None
             assert buffer.conductor.machine.sleep._wish == 2**40
             cluster._transports["e0"].reconnect()
             await update
@@ -295,3 +299,71 @@ async def test_bad_levels_and_tags_are_refused_by_name():
             with pytest.raises(InvalidField, match="tags"):
                 await client.wake(tags=tags)
         assert not sleepers(cluster)
+
+
+LEASE = BufferConfig(trainer_lease_seconds=20.0)
+RUN = User("trainer", "run")
+
+
+@contextlib.asynccontextmanager
+async def put_to_sleep(tmp_path, level=1):
+    """A system that a trainer put to sleep before it was killed, and the rollout of another that waits."""
+    async with (
+        running(engines=2, buffer=LEASE) as cluster,
+        cluster.client(user=User("trainer", "b")) as other,
+    ):
+        transport = MemoryTransport(cluster.network, user=RUN)
+        dying = cluster.client(transport, name="run-1")
+        await dying.__aenter__()
+        await dying.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(other)
+        await dying.sleep(level=level)
+        await transport.close()
+        with contextlib.suppress(Unreachable):
+            await dying.close()
+        waits = asyncio.create_task(roll(other))
+        yield cluster, waits
+        assert await asyncio.wait_for(waits, 30.0) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_ends_with_the_lease_of_a_trainer_that_was_killed(tmp_path, level):
+    async with put_to_sleep(tmp_path, level) as (cluster, waits):
+        await asyncio.sleep(LEASE.trainer_lease_seconds - 4.0)
+        assert not waits.done()
+        assert sleepers(cluster) == {"e0", "e1"}
+
+
+async def test_sleep_ends_also_if_the_buffer_was_restarted_after_its_trainer_was_killed(tmp_path):
+    async with put_to_sleep(tmp_path) as (cluster, waits):
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        await asyncio.sleep(LEASE.trainer_lease_seconds - 4.0)
+        assert not waits.done()
+        assert sleepers(cluster) == {"e0", "e1"}
+
+
+async def test_a_trainer_that_is_back_within_its_lease_has_engines_sleep_on(tmp_path):
+    async with put_to_sleep(tmp_path) as (cluster, waits):
+        await asyncio.sleep(LEASE.trainer_lease_seconds - 4.0)
+        async with cluster.client(user=RUN, name="run-2") as back:
+            await asyncio.sleep(600.0)
+            assert not waits.done()
+            assert sleepers(cluster) == {"e0", "e1"}
+            await cluster.kill("buffer")
+            await cluster.start("buffer")
+            await back.sleep()  # already
+            await asyncio.sleep(600.0)
+            assert not waits.done()
+            await back.wake()
+
+
+async def test_sleep_that_two_asked_for_ends_with_the_second(tmp_path):
+    async with (
+        put_to_sleep(tmp_path) as (cluster, waits),
+        cluster.client(user=User("trainer", "c")) as second,
+    ):
+        await second.sleep()
+        await asyncio.sleep(600.0)
+        assert not waits.done()
+        await second.close()

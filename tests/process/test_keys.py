@@ -33,6 +33,41 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
         assert [each.name for each in status.instances] == ["e0"]
 
 
+SLEEPS = """
+import asyncio, sys, time
+from seer.client import RolloutClient
+
+async def main():
+    async with RolloutClient(sys.argv[1]) as client:
+        await client.sleep()
+        print("asleep", flush=True)
+        time.sleep(600.0)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_trainer_that_is_blocked_has_engines_sleep_until_it_is_killed(tmp_path):
+    async with (
+        running(tmp_path, trainer_lease_seconds=10.0) as system,
+        system.client("generator-agents") as other,
+    ):
+        keys = system.security("trainer-run")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SLEEPS, system.config.endpoints.trainers, stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"SEER_SECURITY__KEY": keys.key, "SEER_SECURITY__SERVER": keys.server},
+        )  # fmt: skip
+        try:
+            assert await asyncio.wait_for(process.stdout.readline(), 60) == b"asleep\n"
+            waits = asyncio.create_task(rolled(other, 0, 20))
+            await asyncio.sleep(16.0)
+            assert (await other.status()).asleep
+        finally:
+            process.kill()
+            await process.wait()
+        assert len(await asyncio.wait_for(waits, 60.0)) == len(PROMPTS)
+
+
 async def test_the_command_line_takes_keys_from_the_environment_and_from_settings(tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(f'{{"id": "{i}", "prompt_token_ids": [1, {i}]}}\n' for i in range(4)))

@@ -14,13 +14,14 @@ from wishless import SleepMachine
 from seer.common import wire
 from seer.common.sleep import SleepState
 from seer.services.buffer import sleep_machine
-from seer.services.buffer.events import Left, Tick, ToEngine, ToTrainer
+from seer.services.buffer.events import Left, SleeperLost, Tick, ToEngine, ToTrainer
 
 NAMES = ("a", "b", "c")
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 KINDS = (
     "join", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
     "load", "tick", "restart", "clock back", "cut", "back", "lose trainer",
+    "lease",
 )  # fmt: skip
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
 TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
@@ -77,7 +78,8 @@ class World:
                     self.answered = told.wish, self.machine.wanted
                 case ToTrainer(message=told):
                     self.open -= 1
-                    assert self.asked is not None or told.problem == sleep_machine.NO_ENGINE
+                    unasked = (sleep_machine.NO_ENGINE, sleep_machine.LEASE_ENDED)
+                    assert self.asked is not None or told.problem in unasked
         if any(engine.state for engine in self.engines.values()):
             assert self.machine.held
         awake = {name for name, engine in self.engines.items() if not engine.state and not engine.orders}
@@ -119,8 +121,8 @@ class World:
         match kind:
             case "cut" | "back":
                 self.reconnect(name, back=kind == "back")
-            case "lose trainer":
-                self.answered = None
+            case "lose trainer" | "lease":
+                self.lose_trainer(lease=kind == "lease")
             case "join" if name not in self.engines and name not in self.cut:
                 self.engines[name] = Engine()
                 self.register(name)
@@ -146,6 +148,18 @@ class World:
                 self.handle(Tick())
             case "restart" | "clock back":  # a new buffer; its trainers ask it again, its engines register
                 self.restart(1 if kind == "clock back" else self.machine.first_wish + 1000)
+
+    def lose_trainer(self, lease):
+        """Have nobody say again what was wanted, or end the leases of those who wanted sleep."""
+        if not lease:
+            self.answered = None
+            return
+        wanted, shares = self.machine.wanted, list(self.machine.sleepers)
+        self.handle(SleeperLost("another"))
+        assert (self.machine.wanted, bool(shares)) == (wanted, bool(wanted))
+        for share in shares:
+            self.handle(SleeperLost(share))
+        assert (self.machine.wanted, self.machine.sleepers) == (AWAKE, [])
 
     def reconnect(self, name, back):
         """Cut an engine off from its buffer, or have it come back, with the state that it had."""

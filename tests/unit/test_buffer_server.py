@@ -423,6 +423,19 @@ async def test_whatever_a_trainer_says_is_a_sign_of_life_and_silence_ends_its_wo
         assert len(await engine.hear(wire.DropChunk)) == 1
 
 
+async def test_a_trainer_that_is_blocked_while_it_trains_has_engines_sleep_as_long_as_it_is_connected():
+    async with buffer(trainer_lease_seconds=10.0) as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.say(wire.Sleep(asleep=True))
+        assert [order.asleep for order in await engine.hear(wire.Sleep)] == [True]
+        await engine.say(wire.Slept(asleep=True))
+        await pass_time(100, engine)
+        assert not await engine.hear(wire.Sleep)
+        trainer.transport.disconnect()
+        await pass_time(14, engine)
+        assert [order.asleep for order in await engine.hear(wire.Sleep)] == [False]
+
+
 async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()

@@ -156,6 +156,7 @@ Event = (
     | events.FromTrainer
     | EngineReported
     | GroupsSubmitted
+    | events.SleeperLost
     | TrainerLost
     | events.Drained
     | ChunkEnded
