@@ -213,6 +213,9 @@ class Run:
             return
         rand = self._random
         names = (*system.engines, "buffer", "context", "dgds", *POOL, "trainer", "trainer")
+        # Faults while the trainer only starts would tell little.
+        while not (self._out / "updates.txt").exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.1)
         while len(self.faults) < self._args.faults:
             await asyncio.sleep(rand.uniform(1, self._args.pause))
             if self._net and (not self.faults or rand.random() < CUTS):
