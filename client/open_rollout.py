@@ -32,6 +32,7 @@ from seer.client.prompts import (
     check_place,
     check_request,
     prepare_one,
+    version_of,
     with_images,
 )
 from seer.client.results import Group, Noise, Streamed, group_of, malformed
@@ -202,7 +203,7 @@ class OpenRollout:
 
     `rollout_number` is that of prompts that name no other. `counts` has what became of its prompts;
     `progress` is the buffer's last message about it. `submission` is the number of its last message to the
-    buffer.
+    buffer. If it `expects` its `weight_version`, all prompts have that.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class OpenRollout:
         rollout_number: int,
         *,
         repeat: bool,
+        expects: bool = False,
     ) -> None:
         self.id = rollout_id
         self.rollout_number = rollout_number
@@ -231,7 +233,7 @@ class OpenRollout:
         self._wake = wake
         self._cancel = cancel
         self._settle = settle
-        self._noise, self._repeat = noise, repeat
+        self._noise, self._repeat, self._expects = noise, repeat, expects
         self._in_flight: dict[str, PromptInFlight] = {}
         self._unsent: list[str] = []
         self._last_turns: list[str] = []
@@ -266,7 +268,8 @@ class OpenRollout:
         if self.closed:
             raise InvalidField("prompt", self.id, "this rollout is closed: open another")
         sampling = sampling or SamplingParams()
-        version = self._weight_version() if weight_version is None else weight_version
+        usual = self._weight_version()
+        version = version_of(weight_version, usual if self._expects else None, usual)
         number = self.rollout_number if rollout_number is None else rollout_number
         check_request(n, sampling, seed, number, version)
         check_place(group, first_index, n)
@@ -456,6 +459,7 @@ class OpenRollout:
             first_indices=[request.first_index for request in requests],
             open=True,
             stream=first.stream,
+            expects=self._expects,
             turns=[request.turn for request in requests if request.turn is not None],
             sessions=[request.session for request in requests if request.session is not None],
         )

@@ -150,6 +150,17 @@ def check_request(
     sampling.check_alternatives(n, 0)
 
 
+def version_of(weight_version: int | None, expect_weights: int | None, otherwise: int) -> int:
+    """Return the version that a parameter names, or `otherwise`. Raises `InvalidField` if they name two."""
+    if expect_weights is None:
+        return otherwise if weight_version is None else weight_version
+    check_whole("expect_weights", expect_weights, 0, INT64[1])
+    if weight_version not in (None, expect_weights):
+        fix = f"weight_version says {weight_version}: give one of them"
+        raise InvalidField("expect_weights", expect_weights, fix)
+    return expect_weights
+
+
 def check_rollout_id(rollout_id: str) -> str:
     """Return the id. Raises `InvalidField` if it is empty, too long, or has a '/'."""
     if not 1 <= len(rollout_id.encode()) <= MAX_ROLLOUT_ID_BYTES or "/" in rollout_id:

@@ -40,7 +40,7 @@ class Rollout:
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
     `finish_times` are seconds since submission, one per finished request. `weight_version` is the one that
     was asked for, or that the buffer chose; -1: not known yet. `submission` is the number that the buffer's
-    answers repeat.
+    answers repeat. It `expects` its weights to be live.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Rollout:
         weight_version: int,
         cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
         claims: dict[str, Claim],
+        expects: bool = False,
     ) -> None:
         self.id = rollout_id
         self.rollout_number = rollout_number
@@ -63,7 +64,7 @@ class Rollout:
         self.sampling = sampling
         self.prompts = prompts
         self.submission = submission
-        self.weight_version = weight_version
+        self.weight_version, self.expects = weight_version, expects
         self._params_digest = params_digest(seed, rollout_number, n, sampling)
         self.progress: Progress | None = None
         self.on_progress: Callable[[Progress], None] | None = None
@@ -249,6 +250,7 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
             tokens=np.concatenate([prompt.token_ids for prompt in batch]),
             weight_version=rollout.weight_version,
             submission=rollout.submission,
+            expects=rollout.expects,
         )
         yield with_images(submit, batch)
 

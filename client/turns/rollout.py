@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -163,3 +164,24 @@ class TrajectoryRollout:
             finally:
                 trajectory.end()
             return trajectory
+
+
+def begun(
+    asked: TrajectoriesAsked,
+    journal: str | Path | None,
+    tokenizer: Tokenizer | None,
+    opened: Callable[[bool], OpenRollout],
+) -> TrajectoryRollout:
+    """Return what was asked for, once that is checked; `opened(again)` opens its rollout.
+
+    `again`: who gives what environments said goes on with what was there. Raises `InvalidField`.
+    """
+    asked.check()
+    book = None if journal is None else Journal(journal, asked.digest())
+    try:
+        rollout = opened(bool(book))
+    except BaseException:
+        if book is not None:
+            book.close()
+        raise
+    return TrajectoryRollout(asked, rollout, book, tokenizer)

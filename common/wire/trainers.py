@@ -69,7 +69,8 @@ class Submit(Message, tag=True):
     A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them. Submitting a
     prompt id again with the same content is harmless: the prompt is answered again. A prompt waits for
     weights of `weight_version`, and is refused when the live weights are later; -1: the weights that the
-    rollout began with, or whatever is live. `submission` numbers the trainer's calls of `submit`, and every
+    rollout began with, or whatever is live. `expects`: those are not waited for, but refused if they are not
+    live after all. `submission` numbers the trainer's calls of `submit`, and every
     answer repeats it: a rollout id that is submitted again with other content ends its earlier submission. 0:
     the client does not number them, and has one.
 
@@ -113,6 +114,7 @@ class Submit(Message, tag=True):
     turns: list[TurnSpec] = []
     sessions: list[ShortStr] = []
     images: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)]] = []
+    expects: bool = False
 
 
 class Accepted(Message, tag=True):

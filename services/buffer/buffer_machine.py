@@ -132,14 +132,14 @@ class BufferMachine:
         match item:
             case weight_instructions.Admit(name):
                 live = self.weights.live or Weights(0, "")
-                changed = events.WeightsChanged(live.version, live.digest)
+                changed = events.WeightsChanged(live.version, live.digest, self.weights.changed_by)
                 return [self._to_requests(changed), self._to_requests(self.engines[name])]
             case weight_instructions.Expel(name):
                 return [self._to_requests(Left([name]))]
             case weight_instructions.Hold() | weight_instructions.Release():
                 return [self._hold()]
-            case weight_instructions.Abort():
-                return [self._to_requests(events.RolloutsAborted("aborted by a weight update"))]
+            case weight_instructions.Abort(whose):
+                return [self._to_requests(events.RolloutsAborted(f"aborted by a weight update{whose}"))]
             case sleep_machine.GiveUp(name):
                 out.append(item)
                 return self._steps(Left([name]))

@@ -123,7 +123,7 @@ def event(
     ]
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.submission, params_digest, address, submit.open, share,
+        submit.submission, params_digest, address, submit.open, share, submit.expects,
     )  # fmt: skip
 
 

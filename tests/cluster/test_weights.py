@@ -129,7 +129,7 @@ async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
         mine = await roll(one)
         await two.update_weights(2, folder(tmp_path / "two", 2.0))
         assert (await roll(two))[1][0] == 2
-        with pytest.raises(RequestRefused, match="weight version 1 is past: version 2 is live"):
+        with pytest.raises(RequestRefused, match="version 1 is past: version 2 is live, by an update of"):
             await roll(one)
         await one.update_weights(3, tmp_path / "one")
         assert (await roll(one))[0] == mine[0]

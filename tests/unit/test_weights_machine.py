@@ -94,7 +94,7 @@ def test_or_aborted_or_forbids_it():
     machine = make("a")
     assert ask(machine, idle=False, in_flight="abort")[:2] == [
         weight_instructions.Hold(),
-        weight_instructions.Abort(),
+        weight_instructions.Abort(" of t to version 1"),
     ]
     machine = make("a")
     (fail,) = ask(machine, idle=False, in_flight="error")

@@ -39,6 +39,7 @@ class RegistryFields(msgspec.Struct):
     weights_digest: str
     holding: bool
     draining: bool
+    weights_by: str = ""
 
 
 class MachineFields(msgspec.Struct):

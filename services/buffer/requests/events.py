@@ -73,6 +73,7 @@ class GroupsSubmitted(events.Row, frozen=True):
     """A trainer submitted prompts, for n responses each. Known prompts are accepted again.
 
     New ones wait until `weight_version` is live; -1: the version of their rollout, or else whichever is live.
+    If the trainer `expects` that it is live, they wait for `EXPECT_SECONDS` at most.
     `submission` numbers the trainer's submissions; the other fields are as in `RolloutState`. An empty
     `share` is the trainer's own.
     """
@@ -88,6 +89,7 @@ class GroupsSubmitted(events.Row, frozen=True):
     address: bytes = b""
     open: bool = False
     share: str = ""
+    expects: bool = False
 
 
 class TrainerLost(events.Row, frozen=True):
@@ -131,10 +133,11 @@ class ImagesStalled(events.Row, frozen=True):
 
 
 class WeightsChanged(events.Row, frozen=True):
-    """These weights are live from now on."""
+    """These weights are live from now on, by an update of trainer `by`; empty: engines had them before."""
 
     version: int
     digest: str = ""
+    by: str = ""
 
 
 class SubmissionsHeld(events.Row, frozen=True):

@@ -42,6 +42,10 @@ MAX_PROMPTS_PER_REFUSAL = 1000
 MAX_PARTIAL = 1000
 """Bound on rollouts remembered after a part was collected: the rest must have the same weights."""
 
+EXPECT_SECONDS = 10.0
+"""How long weights that a trainer expects to be live may be missing: engines tell a buffer that was restarted
+within that time which ones are."""
+
 Out = list[Instruction]
 _Key = tuple[str, str, int]
 
@@ -59,7 +63,7 @@ class GroupRegistry:
         self.holdings = Holdings(limits.shares)
         self.trajectories = Trajectories(self.holdings)
         self.weight_version = 0
-        self.weights_digest = ""
+        self.weights_digest = self.weights_by = ""
         self.holding = False
         self.draining = False
         self._limits = limits
@@ -164,7 +168,7 @@ class GroupRegistry:
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
                 shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn,
                 image_tokens=spec.image_tokens, missing=list(spec.missing), unfinished=event.n,
-                stream=spec.stream,
+                stream=spec.stream, expects=event.expects,
             )  # fmt: skip
             counted = self.trajectories.counted(group)
             full = room < event.n and not counted
@@ -223,13 +227,25 @@ class GroupRegistry:
         """Return why a group can never be opened; empty: no reason is known."""
         begun, live = group.rollout.weight_version, self.weight_version
         if 0 <= group.awaits < live:
-            return f"weight version {group.awaits} is past: version {live} is live"
+            return (
+                self._unexpected(group)
+                if group.expects
+                else f"weight version {group.awaits} is past: {self._live}"
+            )
         if 0 <= begun < live:
             fix = "submit what is left under another rollout id"
-            return f"its rollout began under weight version {begun}, and version {live} is live: {fix}"
+            return f"its rollout began under weight version {begun}, and {self._live}: {fix}"
         if self._must_hold(group):
             return ""
         return never_fits(self._fleet, group.prompt_len, group.max_tokens, group.image_tokens)
+
+    @property
+    def _live(self) -> str:
+        by = f", by an update of {self.weights_by}" if self.weights_by else ""
+        return f"version {self.weight_version} is live{by}"
+
+    def _unexpected(self, group: GroupState) -> str:
+        return f"expects weight version {group.awaits}, and {self._live}: update, or expect that version"
 
     def _room(self, share: str) -> int:
         return self.holdings.room(share, self._limits.max_requests)
@@ -351,6 +367,8 @@ class GroupRegistry:
         overdue = [
             each for each in self.held.values() if (each.held_since or 0.0) < since and not each.missing
         ]
+        if not (self.holding or self.draining):
+            self._refuse_unexpected(now, out)
         if overdue and not (self.holding or self.draining):  # they have deadlines of their own, or end
             late = [group for group in overdue if self._fleet]
             self.fail([group for group in overdue if not self._fleet], "failed", no_engine(waited), out)
@@ -360,6 +378,14 @@ class GroupRegistry:
             if now - (group.finished_at or 0.0) <= self._limits.result_ttl_seconds:
                 break
             self._expire(group, out)
+
+    def _refuse_unexpected(self, now: float, out: Out) -> None:
+        """End held groups that expect a later version than is live, though engines are there."""
+        since = now - EXPECT_SECONDS
+        early = [each for each in self.held.values() if each.expects and (each.held_since or 0.0) < since]
+        for group in early if self._fleet else ():
+            if group.awaits > self.weight_version:
+                self.fail([group], "refused", self._unexpected(group), out)
 
     def fail(self, groups: Iterable[GroupState], code: str, message: str, out: Out) -> None:
         """End unfinished groups with an error."""

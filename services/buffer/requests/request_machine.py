@@ -168,6 +168,7 @@ class RequestMachine:
                 self._open(registry.open_held(out), now, out)
             case WeightsChanged():
                 registry.weight_version, registry.weights_digest = event.version, event.digest
+                registry.weights_by = event.by
                 self._open(registry.open_held(out), now, out)
 
     # --- groups --------------------------------------------------------------------------

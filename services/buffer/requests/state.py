@@ -87,8 +87,9 @@ class GroupState(msgspec.Struct, array_like=True):
     """All requests of one prompt.
 
     `held_since`: set while the group waits to be opened, for weights of version `awaits` (-1: any) or an
-    engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far,
-    `beside`: what came beside them, in 8 bytes, as a token and its logprob have.
+    engine; `expects`: its trainer thinks that they are live. `submission`: the last one that has it. `kept`:
+    output tokens of all its requests so far, `beside`: what came beside them, in 8 bytes, as a token and its
+    logprob have.
     `earlier`: what an earlier incarnation of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
     empty: unknown. `shared_id`, `first_index`, `turn`, `image_tokens` and `stream` are as in `GroupSpec`; as
@@ -118,6 +119,7 @@ class GroupState(msgspec.Struct, array_like=True):
     missing: list[str] = field(default_factory=list)
     stream: bool = False
     beside: int = 0
+    expects: bool = False
 
     @property
     def opened(self) -> GroupOpened:

@@ -26,7 +26,9 @@ class Release(Row, frozen=True):
 
 
 class Abort(Row, frozen=True):
-    """End every unfinished request."""
+    """End every unfinished request; `whose` update wants that, if one does, as a text behind "update"."""
+
+    whose: str = ""
 
 
 Instruction = ToEngine | ToTrainer | Admit | Expel | Hold | Release | Abort

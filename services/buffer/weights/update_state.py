@@ -36,6 +36,16 @@ class Update(msgspec.Struct):
     left: dict[str, str] = field(default_factory=dict)
     succeeded: bool = False
 
+    @property
+    def weights(self) -> Weights:
+        """The weights that it makes live."""
+        return Weights(self.request.version, self.digest, self.request.source)
+
+    @property
+    def whose(self) -> str:
+        """A text behind "update" that says whose it is."""
+        return f" of {self.trainer} to version {self.request.version}"
+
     def gives_other_bytes(self, live: Weights | None) -> bool:
         """Return whether these are other weights than the live ones, under the same version."""
         return live is not None and self.request.version == live.version and self.digest != live.digest
@@ -125,3 +135,10 @@ def is_for(request: wire.UpdateWeights, live: Weights) -> bool:
     """Return whether a request is for the weights that are live."""
     same = request.digest == live.digest if request.digest else request.source == live.source
     return request.version == live.version and same
+
+
+def same(some: Weights | None, live: Weights | None) -> bool:
+    """Return whether both are known, and the same weights from wherever."""
+    if some is None or live is None:
+        return False
+    return (some.version, some.digest) == (live.version, live.digest)

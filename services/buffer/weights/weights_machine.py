@@ -52,6 +52,7 @@ from seer.services.buffer.weights.update_state import (
     failed,
     is_for,
     load,
+    same,
 )
 
 Event = Joined | Left | FromEngine | FromTrainer | Drained | Tick | Changed
@@ -90,6 +91,8 @@ class WeightsMachine(msgspec.Struct):
     """While the live weights are in place: the last ones before that were not."""
     _highest: int = -1
     """The highest version that an instance has loaded, or was admitted with."""
+    changed_by: str = ""
+    """The trainer whose update made the live weights so; empty: engines had them when this buffer started."""
     _failures: int = 0
     """Updates in place that failed. Each frees its version, so versions alone do not tell loads apart."""
 
@@ -178,7 +181,7 @@ class WeightsMachine(msgspec.Struct):
                 self._retry(now, awake)
         self._advance_instances(now, awake, loadable, out)
         self._leave_sleepers(asleep, loadable or (), out)
-        if self._advance_update(now, idle or Abort() in out, out):
+        if self._advance_update(now, idle or any(isinstance(each, Abort) for each in out), out):
             self._advance_instances(now, awake, loadable, out)
             out += self._update.receivers(out) if self._update is not None else []
         return out
@@ -218,13 +221,13 @@ class WeightsMachine(msgspec.Struct):
         elif name in self._pending:
             self._pending[name] = Pending(source=self._pending[name].source)
 
-    def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
+    def _go_live(self, weights: Weights, out: list[Instruction], by: str = "") -> None:
         """Make other weights live; every instance has to load them before it gets work."""
         if not is_in_place(weights.source):
             self.checked = None
         elif self.live is not None and not is_in_place(self.live.source):
             self.checked = self.live
-        self.live = weights
+        self.live, self.changed_by = weights, by
         self._fan_out.keep(self.sources)
         for name in sorted(self._admitted):
             out.append(Expel(name))
@@ -350,7 +353,7 @@ class WeightsMachine(msgspec.Struct):
         )
         out.append(Hold())
         if request.in_flight == "abort" and not idle:
-            out.append(Abort())
+            out.append(Abort(update.whose))
         for name in self._instances_to_check():
             self._prepare(update, name, out)
 
@@ -459,7 +462,7 @@ class WeightsMachine(msgspec.Struct):
             self._fail({"": f"version {update.request.version} must be above the live one"}, out)
         elif idle:
             self._updated = update.committing = True
-            self._go_live(Weights(update.request.version, update.digest, update.request.source), out)
+            self._go_live(update.weights, out, update.trainer)
             update.awaited = set(self._pending)
             return True
         return False
@@ -488,10 +491,7 @@ class WeightsMachine(msgspec.Struct):
             self._fail(update.late(self.seconds), out)
 
     def _is_live(self, weights: Weights | None) -> bool:
-        live = self.live
-        if weights is None or live is None:
-            return False
-        return (weights.version, weights.digest) == (live.version, live.digest)
+        return same(weights, self.live)
 
     def _live_weights(self) -> Weights:
         if self.live is None:
