@@ -203,7 +203,7 @@ class OpenRollout:
 
     `rollout_number` is that of prompts that name no other. `counts` has what became of its prompts;
     `progress` is the buffer's last message about it. `submission` is the number of its last message to the
-    buffer. If it `expects` its `weight_version`, all prompts have that.
+    buffer. If it `expects` its `weight_version`, all prompts have that. `client`: see `Submit`.
     """
 
     def __init__(
@@ -228,6 +228,7 @@ class OpenRollout:
         self.counts = Counts()
         self.progress: Progress | None = None
         self.closed = False
+        self.client = ""
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._wake = wake
@@ -460,6 +461,7 @@ class OpenRollout:
             open=True,
             stream=first.stream,
             expects=self._expects,
+            client=self.client,
             turns=[request.turn for request in requests if request.turn is not None],
             sessions=[request.session for request in requests if request.session is not None],
         )

@@ -37,7 +37,7 @@ ANY_NAME = "*"
 
 SERVER = "server"
 
-HTTP, OPERATOR = "http", "operator"
+HTTP, OPERATOR, GATEWAY = "http", "operator", "gateway"
 
 _READS = frozenset({"trainer", "status"})
 
@@ -48,6 +48,7 @@ ROLES: Mapping[str, frozenset[str]] = {
     SERVER: _READS | {"buffer", "context", "dgds"},
     "trainer": _READS,
     "generator": _READS,
+    GATEWAY: _READS,
     "engine": _READS | {"engine", "node"},
     "service": _READS | {"buffer", "context", "dgds"},
     "observer": _READS,
@@ -56,13 +57,16 @@ ROLES: Mapping[str, frozenset[str]] = {
 }
 """Roles of keys, and those that their holders may take in a `Hello`. Keys for HTTP are for the gateway."""
 
-SUBMITS = frozenset({"trainer", "generator", OPERATOR})
+SUBMITS = frozenset({"trainer", "generator", GATEWAY, OPERATOR})
 """Whose holders do what trainers do; others that come as one may only ask how things are."""
 
 CHANGES = SUBMITS - {"generator"}
 """Whose holders change what all trainers have: the weights, and whether engines sleep."""
 
-NAMED = frozenset({"trainer", "generator", "engine", "observer"})
+NAMES_OTHERS = frozenset({GATEWAY, OPERATOR})
+"""Whose holders say by whose share what they submit runs."""
+
+NAMED = frozenset({"trainer", "generator", GATEWAY, "engine", "observer"})
 """Roles of keys that hold for one name."""
 
 _log = get_logger()
@@ -100,11 +104,14 @@ class User(msgspec.Struct, frozen=True):
         fix = f"name it {self.name} or {self.name}-*, or add a key {self.role}:{name}"
         return f"its key is for {self}, not for the name {name!r}: {fix}"
 
-    def share(self, name: str, shares: Collection[str]) -> str:
+    def share(self, name: str, shares: Collection[str], client: str = "") -> str:
         """Return by whose share a trainer of this name runs: all that come with one key for a name have one.
 
         Others have one with those whose names begin with the same name in `shares` and a dash, or their own.
+        `client`: for whom it says that it submits, which counts from a gateway.
         """
+        if client and self.role in NAMES_OTHERS:
+            return client
         if self.role in NAMED and self.name != ANY_NAME:
             return self.name
         return max((each for each in shares if name.startswith(f"{each}-")), key=len, default=name)

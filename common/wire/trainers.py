@@ -95,6 +95,9 @@ class Submit(Message, tag=True):
 
     `images`: one list for each prompt, in order of their offsets, or none. Prompts wait until the buffer has
     all their images, and are refused when nothing of these has come for `IMAGE_STALL_SECONDS`.
+
+    `client`: whose share this runs by, as a gateway says; from others it means nothing. No token depends on
+    it.
     """
 
     rollout_id: ShortStr
@@ -115,6 +118,7 @@ class Submit(Message, tag=True):
     sessions: list[ShortStr] = []
     images: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)]] = []
     expects: bool = False
+    client: ShortStr = ""
 
 
 class Accepted(Message, tag=True):

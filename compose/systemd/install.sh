@@ -2,7 +2,7 @@
 # Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), `exporter`, `gateway`,
 # `pool-master` and `pool-owner`, or several: `install.sh head exporter node 0`. Run it as root, from anywhere;
 # running it again changes nothing but the units. Those of services get the keys in /etc/seer/keys, if there are any:
-# server.key on the head, engine.key on nodes, observer.key for the exporter, trainer-gateway.key for the gateway, and the
+# server.key on the head, engine.key on nodes, observer.key for the exporter, gateway-http.key for the gateway, and the
 # folder public (docs/security.md).
 #   PREFIX   where `bin/seer` is installed (default /opt/seer)
 #   ALLOW    addresses that services may talk to besides this machine's own, e.g. "10.0.0.0/8 fd00::/8"; name servers
@@ -49,7 +49,8 @@ for unit in $units; do
   case $unit in
     seer-engine@*) unit=seer-engine@.service key=$keys/engine.key ;;
     seer-exporter.service) key=$keys/observer.key ;;
-    seer-gateway.service) key=$keys/trainer-gateway.key ;;
+    seer-gateway.service) key=$keys/gateway-http.key
+      [ -e "$root$key" ] || key=$keys/trainer-gateway.key ;;  # as releases up to 0.4 had it
     seer-pool-*) continue ;;
     *) key=$keys/server.key ;;
   esac

@@ -297,9 +297,9 @@ class BufferServer:
                 self.conductor.apply(events.TrainerLost(address))
         return None
 
-    def _share(self, address: bytes, name: str) -> str:
-        """Return whom what a trainer of this name has counts to."""
-        return self._trainer_hub.user(address).share(name, self._config.buffer.shares)
+    def _share(self, address: bytes, name: str, client: str = "") -> str:
+        """Return whom what a trainer of this name has counts to, or the `client` that it submits for."""
+        return self._trainer_hub.user(address).share(name, self._config.buffer.shares, client)
 
     def _services(self) -> dict[str, str]:
         at, pool = self._config.endpoints, self._config.pool
@@ -320,7 +320,7 @@ class BufferServer:
             )
             self.conductor.refusals.add(refused)
             return refused
-        share = self._share(address, trainer)
+        share = self._share(address, trainer, submit.client)
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
             event = submissions.event(

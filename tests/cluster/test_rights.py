@@ -47,4 +47,4 @@ async def test_a_generator_generates_and_changes_neither_weights_nor_sleep(tmp_p
 
 
 def test_whose_keys_have_the_right():
-    assert [role for role in ROLES if not User(role, "x").lacks] == ["trainer", "operator"]
+    assert [role for role in ROLES if not User(role, "x").lacks] == ["trainer", "gateway", "operator"]

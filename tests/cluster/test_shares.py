@@ -2,12 +2,18 @@
 
 import asyncio
 
+import numpy as np
+import pytest
 from cluster_harness import running
 from invariants import check
-from virtual_time import virtual
+from memory_transport import MemoryTransport
+from virtual_time import eventually, virtual
 
 from seer.client import Prompt, SamplingParams
-from seer.common.config import BufferConfig, EngineConfig, ReplayConfig
+from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig
+from seer.common.net.keys import User
+from seer.gateway.buffer_client import BufferClient, Question
+from seer.gateway.group_names import Place
 
 ENGINE = EngineConfig(
     backend="replay", kv_blocks=4000, max_num_seqs=8, replay=ReplayConfig(step_seconds=0.02, mean_tokens=400)
@@ -72,3 +78,37 @@ async def test_a_small_rollout_beside_a_full_queue_has_half_of_the_engines_at_on
 async def test_weights_of_shares_are_those_of_names_and_of_what_begins_with_them():
     part, _ = await flooded(small=1.0, flood=3.0)
     assert 0.2 < part < 0.3
+
+
+@virtual
+@pytest.mark.parametrize("role", ["gateway", "trainer"])
+async def test_clients_of_a_gateway_have_shares_of_their_own_and_the_same_tokens(role):
+    """A gateway's key says by whose share it submits; with a trainer's key all have its own."""
+    buffer = BufferConfig(chunk_size=32, shares={"agents": 2.0})
+    async with running(engines=1, engine=ENGINE, buffer=buffer) as cluster:
+        machine = cluster.services["buffer"].machine
+        transport = MemoryTransport(cluster.network, user=User(role, "*"))
+        async with BufferClient(Config(), transport) as gateway:
+            await eventually(lambda: gateway._client is not None and not gateway._problem)
+
+            async def ask(client, count):
+                places = {Place(f"{client}-{i}"): np.array([1, 2, i], np.int32) for i in range(count)}
+                return await gateway.generate(places, Question(8, SAMPLING, 0, client=client))
+
+            async def sample(client):
+                place = Place("/shared", 3)
+                found = await gateway.generate(
+                    {place: np.array([5], np.int32)}, Question(2, SAMPLING, 7, client=client)
+                )
+                return [each.token_ids.tolist() for each in found.groups[place].responses]
+
+            asking = [asyncio.create_task(ask(name, 100)) for name in ("web", "agents")]
+            await asyncio.sleep(5.0)
+            expected = {"web", "agents"} if role == "gateway" else {gateway.client.name}
+            assert {each.group.rollout.share for each in machine.requests.values()} == expected
+            if role == "gateway":
+                assert 0.55 < await watch(machine, 30.0, of="agents") < 0.78
+            check(machine)
+            for task in asking:
+                task.cancel()
+            assert await sample("web") == await sample("agents") == await sample("")

@@ -63,7 +63,7 @@ def install(tree, wheels):
             "/etc/seer/keys",
             "engine:*",
             "trainer:run",
-            "trainer:gateway",
+            "gateway:http",
             "http:agents",
         ],
         ["env", "ALLOW=10.0.0.0/8", "sh", "/src/compose/systemd/install.sh", "head", "gateway", "node", "0"],

@@ -209,7 +209,7 @@ def keys(folder, user):
     seer = Path(sys.executable).with_name("seer")
     for command in (
         ["init", folder],
-        ["add", folder, "engine:*", "observer:*", "trainer:run", "trainer:gateway", "http:agents"],
+        ["add", folder, "engine:*", "observer:*", "trainer:run", "gateway:http", "http:agents"],
     ):
         run(seer, "keys", *command)
     for path in (folder, *folder.rglob("*")):

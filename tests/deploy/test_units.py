@@ -147,10 +147,9 @@ def test_the_gateway_is_a_trainer_with_a_key_of_its_own():
     compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
     service = compose["services"]["gateway"]
     (secret,) = service["secrets"]
-    assert compose["secrets"][secret["source"]]["file"].endswith("/trainer-gateway.key")
+    assert compose["secrets"][secret["source"]]["file"].endswith("/gateway-http.key")
     assert (
-        "seer-gateway.service) key=$keys/trainer-gateway.key"
-        in (COMPOSE / "systemd" / "install.sh").read_text()
+        "seer-gateway.service) key=$keys/gateway-http.key" in (COMPOSE / "systemd" / "install.sh").read_text()
     )
     environ = {
         name: value

@@ -5,10 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
-from keyed_system import PROMPTS, rolled, running
+from keyed_system import PROMPTS, ports, rolled, running
+from msgspec.structs import replace
 
-from seer.cli.keys import revoke
+from seer.cli.keys import add, revoke
+from seer.common.config import GatewayConfig, SharedConfig
 from seer.common.errors import SeerError
 
 
@@ -31,6 +34,35 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
         assert len(await rolling) == len(PROMPTS)
         status = await client.status()
         assert [each.name for each in status.instances] == ["e0"]
+
+
+async def test_requests_over_http_run_by_the_shares_of_their_keys_and_get_the_same_tokens(tmp_path):
+    model = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+    async with running(tmp_path, log=str(tmp_path / "log")) as system, httpx.AsyncClient() as http:
+        add(system.keys, ["gateway:http", "http:a", "http:b"], "")
+        addresses = [f"127.0.0.1:{port}" for port in ports(2)]
+        gateway = GatewayConfig(data=addresses[0], control=addresses[1])
+        system.config = replace(system.config, gateway=gateway, shared=SharedConfig(model=str(model)))
+        await system.start("gateway", "gateway", "gateway-http")
+        async with asyncio.timeout(60):  # until it has heard from the buffer
+            while (await http.get(f"http://{addresses[0]}/health")).status_code != 200:
+                await asyncio.sleep(0.2)
+        answers = []
+        for name in ("a", "b"):
+            secret = (system.keys / f"http-{name}.key").read_text().split()[1]
+            answer = await http.post(
+                f"http://{addresses[0]}/v1/completions", timeout=60.0,
+                headers={"authorization": f"Bearer {secret}"},
+                json={"model": "model", "prompt": [1, 2, 3], "seed": 7, "max_tokens": 20, "logprobs": 1},
+            )  # fmt: skip
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json()["choices"])
+        assert answers[0] == answers[1]
+        await asyncio.sleep(2.0)  # until the log is written
+    lines = [line for file in (tmp_path / "log").rglob("*.jsonl") for line in file.read_text().splitlines()]
+    submitted = [line for line in lines if "GroupsSubmitted" in line]
+    assert len(submitted) == 2, [file.name for file in (tmp_path / "log").rglob("*")]
+    assert ['"a"' in submitted[0], '"b"' in submitted[1]] == [True, True], submitted
 
 
 SLEEPS = """

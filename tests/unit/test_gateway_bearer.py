@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+import zmq
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -11,7 +12,7 @@ from seer.common.config import Config, GatewayConfig, SecurityConfig
 from seer.common.errors import ConfigError
 from seer.common.net.keys import Peers, read_secret
 from seer.gateway import bearer
-from seer.gateway.bearer import CONTROL, DATA, Bearer
+from seer.gateway.bearer import CONTROL, DATA, Bearer, client_of
 from seer.gateway.sockets import listen_on_both
 
 
@@ -34,6 +35,7 @@ class Server:
 
         async def generate(request):
             self.bodies.append(await request.body())
+            self.client = client_of(request)
             return PlainTextResponse("tokens")
 
         async def health(request):
@@ -56,6 +58,18 @@ class Server:
         transport = httpx.ASGITransport(self._app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             return await client.get(path)
+
+
+@pytest.mark.parametrize(
+    ("user", "name"), [("http:agent", "agent"), ("http:*", ""), ("http:" + "x" * 600, "x" * 512)]
+)
+async def test_a_request_has_the_name_of_its_key(folder, user, name):
+    server = Server(folder, DATA)
+    public, given = (key.decode() for key in zmq.curve_keypair())
+    with (folder / "public" / "peers").open("a") as peers:
+        peers.write(f"{user} {public}\n")
+    assert (await server.post(f"Bearer {given}")).status_code == 200
+    assert server.client == name
 
 
 async def test_a_request_needs_a_key_that_is_in_the_list(folder):

@@ -215,6 +215,16 @@ def test_all_that_come_with_a_key_for_a_name_have_one_share():
         ]
 
 
+def test_a_gateway_says_by_whose_share_it_submits_and_nobody_else_does():
+    shares = {"agents": 2.0}
+    for user in (User("gateway", "web"), User("gateway", "*"), User("operator", "root")):
+        assert user.share("web-1", shares, "agents") == "agents"
+    assert User("gateway", "web").share("web-1", shares, "") == "web"
+    for role in ("trainer", "generator", "engine", "observer"):
+        assert User(role, "run").share("run-1", shares, "agents") == "run"
+    assert User("trainer", "*").share("run-1", shares, "agents") == "run-1"
+
+
 def test_a_list_that_is_replaced_is_read_again_and_one_that_breaks_is_not(tmp_path):
     path = tmp_path / "peers"
     path.write_text(f"trainer:a {KEY}\n")

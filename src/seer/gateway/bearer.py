@@ -17,7 +17,8 @@ import zmq
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from seer.common.net.keys import HTTP, KEY_LENGTH, OPERATOR, Peers, User
+from seer.common.net.keys import ANY_NAME, HTTP, KEY_LENGTH, OPERATOR, Peers, User
+from seer.common.wire import MAX_ID
 from seer.gateway.errors import HttpError
 from seer.gateway.http import refusal
 
@@ -34,6 +35,15 @@ MOST_KNOWN = 4096
 """Bound on secrets whose public keys are kept: each takes 50 µs to compute."""
 
 
+_CLIENT = "seer.client"
+"""Where an ASGI scope has the name of the key that the request came with."""
+
+
+def client_of(request: Request) -> str:
+    """Return the name of the key that a request came with; empty: it has none, or one for any name."""
+    return str(request.scope.get(_CLIENT, ""))
+
+
 class Bearer:
     """An ASGI application that lets holders of keys through; `roles`: the roles that the routes are for."""
 
@@ -48,7 +58,7 @@ class Bearer:
         if scope["type"] == "http":
             request = Request(scope)
             try:
-                self._check(request)
+                scope[_CLIENT] = self._check(request)
             except HttpError as error:
                 response = refusal(error)
                 response.headers["connection"] = "close"
@@ -58,15 +68,17 @@ class Bearer:
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request) -> str:
+        """Return the name of the request's key. Raises `HttpError`."""
         if request.method == "GET" and request.url.path in OPEN_PATHS:
-            return
+            return ""
         user = self._user(request.headers.get("authorization", ""))
         if user is None:
             raise HttpError(401, NO_KEY)
         if user.role not in self._roles:
             roles = ", ".join(sorted(self._roles))
             raise HttpError(403, f"the key is for {user}; this address is for {roles}")
+        return "" if user.name == ANY_NAME else user.name[:MAX_ID]
 
     def _user(self, header: str) -> User | None:
         scheme, _, secret = header.partition(" ")

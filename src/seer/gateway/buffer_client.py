@@ -1,4 +1,4 @@
-"""The gateway's side of a buffer: one client that is kept connected, and one open rollout for all requests.
+"""The gateway's side of a buffer: one client that is kept connected, and an open rollout for each key.
 
 Invariants:
 - while the buffer does not answer, or no engine can work, `check` raises a 503 at once;
@@ -56,13 +56,17 @@ The group has what was not handed over of its responses, and at least their ends
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of all prompts alike. With a `session`, or with `images`, there is one prompt."""
+    """What is asked of all prompts alike. With a `session`, or with `images`, there is one prompt.
+
+    `client`: the name of the key that it came with; empty: none.
+    """
 
     n: int
     sampling: SamplingParams
     seed: int
     session: str | None = None
     images: Sequence[Placed] = ()
+    client: str = ""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class BufferClient:
         self._security = config.security
         self._transport = transport
         self._client: RolloutClient | None = None
-        self._rollout: OpenRollout | None = None
+        self._rollouts: dict[str, OpenRollout] = {}
         self._numbers = itertools.count()
         self._problem = "no answer yet"
         self._keeper: asyncio.Task[None] | None = None
@@ -139,9 +143,7 @@ class BufferClient:
 
         If the call is cancelled, so are the prompts in the buffer.
         """
-        if self.client is None or self._rollout is None:
-            raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
-        rollout = self._rollout
+        rollout = self._rollout_for(asks.client)
         asked = {
             place: rollout.submit(
                 Prompt(f"{next(self._numbers)}", token_ids=ids, images=asks.images), n=asks.n,
@@ -167,6 +169,15 @@ class BufferClient:
         outcome.discarded = sum(prompt.discarded for prompt in left)
         return outcome
 
+    def _rollout_for(self, client: str) -> OpenRollout:
+        """Return the rollout of requests of a client of this name. Raises a 503."""
+        connected, rollout = self.client, self._rollouts.get(client)
+        if rollout is None:
+            # A place and a seed fix the noise, for every incarnation: see `group_names`.
+            self._rollouts[client] = rollout = connected.open_rollout(rollout_number=0, repeat=True)
+            rollout.client = client
+        return rollout
+
     async def fresh_status(self) -> Status:
         """Ask the buffer. Raises `Unreachable`."""
         return await self.client.status(3 * STATUS_SECONDS)
@@ -178,13 +189,12 @@ class BufferClient:
                     self._endpoint, transport=self._transport, silence_seconds=SILENCE_SECONDS,
                     connect_seconds=3 * STATUS_SECONDS, security=self._security,
                 ) as client:  # fmt: skip
-                    # A place and a seed fix the noise, for every incarnation: see `group_names`.
-                    self._client, self._rollout = client, client.open_rollout(rollout_number=0, repeat=True)
+                    self._client = client
                     await self._watch(client)
             except SeerError as error:
                 self._lost(str(error))
             finally:
-                self._client = self._rollout = None
+                self._client, self._rollouts = None, {}
             await asyncio.sleep(STATUS_SECONDS)
 
     async def _watch(self, client: RolloutClient) -> None:

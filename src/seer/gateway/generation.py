@@ -23,6 +23,7 @@ from seer.client import Delta, Group, Placed, Response, SamplingParams
 from seer.client.text import ended_by_id
 from seer.common.wire import Tokens
 from seer.gateway.answers import Choice, Json
+from seer.gateway.bearer import client_of
 from seer.gateway.buffer_client import Question
 from seer.gateway.group_names import (
     MAX_NAME_BYTES,
@@ -154,7 +155,8 @@ class Generation:
         else:
             request_id = headers.get("idempotency-key") or headers.get("x-request-id") or ""
             places = self._names.places(hashes, seed, request_id)
-        asks = Question(asked.n, asked.sampling, seed or 0, _session(request, asked), asked.images)
+        session, client = _session(request, asked), client_of(request)
+        asks = Question(asked.n, asked.sampling, seed or 0, session, asked.images, client)
         return places, dict(zip(places, prompts, strict=True)), asks
 
     def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
