@@ -13,6 +13,7 @@ from seer.common import wire
 from seer.common.net.hub import Hub
 from seer.common.net.outbox import Outbox
 from seer.services.buffer.peers import Peers
+from seer.services.buffer.rollout_ids import given
 
 EngineHub = Hub[wire.BufferToEngine, wire.EngineToBuffer]
 TrainerHub = Hub[wire.BufferToTrainer, wire.TrainerToBuffer]
@@ -67,7 +68,7 @@ class Outgoing:
         A later incarnation of the trainer gets finished groups when it submits them again.
         """
         if self.trainers.name_of(address) is not None:
-            self.to_trainers.put(address, message)
+            self.to_trainers.put(address, given(message))
 
     def publish(self, message: wire.BufferPublished) -> None:
         """Queue a message to the context service."""

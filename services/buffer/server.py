@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import ChainMap
 from pathlib import Path
@@ -42,6 +43,7 @@ from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import handle_hello
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.response_store import TOKEN_BYTES, Store
+from seer.services.buffer.rollout_ids import RolloutIds
 from seer.services.buffer.sleep_leases import SleepLeases
 from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.status import Sources, StatusDesk
@@ -120,6 +122,7 @@ class BufferServer:
             (self._rows, self._statistics),
             self._rows.position,
         )
+        self._ids = RolloutIds(self.machine.rollouts, self.machine.registry.trajectories.away)
         self._leases = SleepLeases(settings.trainer_lease_seconds, TICK_SECONDS)
         self._spool = Spool(settings.spool, clock)
         self._trainers = self._out.trainers
@@ -285,9 +288,11 @@ class BufferServer:
                 self.conductor.apply(FromTrainer(name, message))
             case wire.OpenSpool() | wire.SpoolData() if self.conductor.draining:
                 pass  # the successor takes it: its trainer sends again what is not confirmed
-            case wire.Sleep() | wire.Cancel() | wire.Acknowledge():
-                share = self._share(address, name) if isinstance(message, wire.Sleep) else ""
-                self.conductor.apply(FromTrainer(name, message, share))
+            case wire.Sleep():
+                self.conductor.apply(FromTrainer(name, message, self._share(address, name)))
+            case wire.Cancel() | wire.Acknowledge():
+                with contextlib.suppress(InvalidField):  # no rollout has such an id
+                    self.conductor.apply(FromTrainer(name, self._ids.here(name, message)))
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message, self._share(address, name))
             case wire.OpenImage() | wire.ImageData():
@@ -306,17 +311,18 @@ class BufferServer:
         services = {"context": at.estimate_snapshots, "dgds": at.dgds}
         return services | ({"pool": pool.metrics} if pool.kind == "mooncake" else {})
 
-    async def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.BufferToTrainer | None:
+    async def _submit(self, trainer: str, address: bytes, asked: wire.Submit) -> wire.BufferToTrainer | None:
         """Handle a submission, and others' messages in between; return the refusal of a malformed one."""
         try:
+            submit = self._ids.here(trainer, asked)
             prompts = submissions.prompts(submit)
         except InvalidField as error:
             refused = wire.Refused(
                 code=RequestRefused.code,
                 message=str(error),
-                rollout_id=submit.rollout_id,
-                prompt_ids=submit.prompt_ids,
-                submission=submit.submission,
+                rollout_id=asked.rollout_id,
+                prompt_ids=asked.prompt_ids,
+                submission=asked.submission,
             )
             self.conductor.refusals.add(refused)
             return refused

@@ -1,17 +1,22 @@
 """What a key is for, in a whole system: whoever may not change what all have goes on with its own rollouts."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
-from virtual_time import VIRTUAL
+from virtual_time import VIRTUAL, eventually
 
-from seer.client import SeerError, WeightsRefused
+from seer.client import SamplingParams, SeerError, WeightsRefused
 from seer.common import wire
+from seer.common.config import EngineConfig, ReplayConfig
 from seer.common.net.keys import ROLES, User
 
 pytestmark = VIRTUAL
 
-GENERATOR, TRAINER = User("generator", "agents"), User("trainer", "run")
+GENERATOR, TRAINER, OTHER = User("generator", "agents"), User("trainer", "run"), User("trainer", "other")
+SAMPLING = SamplingParams(max_tokens=200)
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay=ReplayConfig(step_seconds=0.05))
 
 
 def of(cluster, user):
@@ -48,3 +53,35 @@ async def test_a_generator_generates_and_changes_neither_weights_nor_sleep(tmp_p
 
 def test_whose_keys_have_the_right():
     assert [role for role in ROLES if not User(role, "x").lacks] == ["trainer", "gateway", "operator"]
+
+
+async def test_an_id_that_two_trainers_use_means_a_rollout_of_each_also_in_a_new_buffer():
+    async with (
+        running(engines=2, engine=SLOW) as cluster,
+        of(cluster, TRAINER) as one,
+        of(cluster, OTHER) as two,
+    ):
+        expected = [await roll(client) for client in (one, two)]
+        assert expected[0] == expected[1], "no name is part of the noise"
+        mine = asyncio.create_task(roll(one, rollout_id="mine"))
+        await eventually(lambda: "mine" in cluster.services["buffer"].machine.rollouts)
+        theirs = asyncio.create_task(roll(two, rollout_id="mine"))
+        await eventually(lambda: "mine¦other-1" in cluster.services["buffer"].machine.rollouts)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        assert [await mine, await theirs] == expected
+
+
+async def test_a_cancel_of_one_trainer_ends_nothing_of_another():
+    async with (
+        running(engines=1, engine=SLOW) as cluster,
+        of(cluster, TRAINER) as one,
+        of(cluster, OTHER) as two,
+    ):
+        expected = await roll(two)
+        rollout = await one.submit([[1]] * 4, n=2, sampling=SAMPLING, rollout_id="mine", rollout_number=9)
+        theirs = asyncio.create_task(roll(two, rollout_id="mine"))
+        await eventually(lambda: "mine¦other-1" in cluster.services["buffer"].machine.rollouts)
+        await rollout.cancel()
+        await eventually(lambda: "mine" not in cluster.services["buffer"].machine.rollouts)
+        assert await theirs == expected
