@@ -23,6 +23,7 @@ Invariants (tests/property/test_shares.py asserts them):
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -81,6 +82,7 @@ class Shares(msgspec.Struct):
     active: int = 0
     _of: dict[str, Share] = {}
     _most: int = MAX_REMEMBERED
+    _active_weight: float = 0.0  # of all that are active; 0: it is to be summed
 
     def level(self, trainer: str) -> float:
         """Return what orders trainers: the lowest goes first."""
@@ -92,14 +94,24 @@ class Shares(msgspec.Struct):
         part, has = self._part(trainer, total), self._of[trainer].has
         return part - has if 2 * has < part else 0
 
-    def beyond(self, total: int) -> dict[str, int]:
-        """Return what trainers have beyond their parts of `total`."""
-        more = {name: share.has - self._part(name, total) for name, share in self._of.items() if share.has}
-        return {name: what for name, what in more.items() if what > 0}
+    def beyond(self, first: str, total: int, ending: Mapping[str, int]) -> dict[str, int]:
+        """Return what trainers may give to `first`: what they have beyond their parts, and is not ending.
+
+        But no trainer gives so much that it would be before `first` then, and take the same room again.
+        """
+        level, found = self.level(first), {}
+        for name, share in self._of.items():
+            if share.has:
+                ahead = int((share.level - level) * share.weight / HORIZON) - 1
+                more = min(share.has - self._part(name, total), ahead) - ending.get(name, 0)
+                if more > 0:
+                    found[name] = more
+        return found
 
     def _part(self, trainer: str, total: int) -> int:
-        weights = sum(share.weight for share in self._of.values() if share.active)
-        return int(total * self._of[trainer].weight / weights)
+        if not self._active_weight:
+            self._active_weight = sum(share.weight for share in self._of.values() if share.active)
+        return int(total * self._of[trainer].weight / self._active_weight)
 
     def wants(self, trainer: str, now: float) -> None:
         """Note that a trainer's requests begin to wait."""
@@ -109,7 +121,8 @@ class Shares(msgspec.Struct):
         if len(self._of) > 1:
             share.settle(now)
             share.had = max(share.had, self.floor * share.weight)
-        self.active += not share.active
+        if not share.active:
+            self._enter()
         share.waits = True
 
     def content(self, trainer: str) -> None:
@@ -127,8 +140,8 @@ class Shares(msgspec.Struct):
         if len(self._of) > 1:
             share.settle(now)
             self.floor = max(self.floor, min(share.had / share.weight, lowest))
-        if not share.has and not share.waits:
-            self.active += 1
+        if not share.active:
+            self._enter()
         share.has += cost
 
     def gives(self, trainer: str, cost: int, now: float) -> None:
@@ -142,8 +155,11 @@ class Shares(msgspec.Struct):
         if not share.has and not share.waits:
             self._leave()
 
+    def _enter(self) -> None:
+        self.active, self._active_weight = self.active + 1, 0.0
+
     def _leave(self) -> None:
-        self.active -= 1
+        self.active, self._active_weight = self.active - 1, 0.0
         if not self.active:  # nobody had anything at the cost of others
             self._of, self.floor, self._most = {}, 0.0, MAX_REMEMBERED
 

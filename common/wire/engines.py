@@ -117,7 +117,7 @@ class DropChunk(Message, tag=True):
 
 
 class EndChunks(Message, tag=True):
-    """End chunks where they stand: their room is another trainer's. One that has no token yet goes on."""
+    """End chunks where they stand, with a token at least: their room is another trainer's."""
 
     request_ids: list[ShortStr]
     attempts: list[int]

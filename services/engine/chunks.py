@@ -29,7 +29,7 @@ class RunningChunk:
 
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
     turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `extras`: what
-    comes beside the others, by word. `routes_from`: see `Chunk`.
+    comes beside the others, by word. `routes_from`: see `Chunk`. `told`: it was told to end where it stands.
     """
 
     group_id: str
@@ -43,6 +43,7 @@ class RunningChunk:
     stream: bool = False
     sent: int = 0
     routes_from: int | None = None
+    told: bool = False
     extras: dict[str, list[beside.Array]] = field(default_factory=dict)
 
     @property
@@ -118,6 +119,17 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk, image: Callable[[str], Pre
         images=tuple(PlacedImage(place, image(place.name)) for place in order.images),
         routes_from=run.routes_from,
     )
+
+
+def tell_to_end(
+    running: Mapping[str, RunningChunk], asked: wire.EndChunks, end: Callable[[str, int], None]
+) -> None:
+    """Have chunks `end` where they stand; for those without a token that is to be said again."""
+    for request_id, attempt in zip(asked.request_ids, asked.attempts, strict=False):
+        run = running.get(request_id)
+        if run is not None and run.attempt == attempt:
+            run.told = True
+            end(request_id, run.serial)
 
 
 def done_message(

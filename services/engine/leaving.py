@@ -14,7 +14,7 @@ import json
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 from seer.common.clock import Clock
 from seer.common.errors import EngineError
 from seer.common.process.log import get_logger
+from seer.services.engine.chunks import RunningChunk
 from seer.services.engine.driver import Driver
 
 HAND_BACK_SECONDS = 10.0
@@ -83,11 +84,16 @@ class Leaving:
             looking.cancel()
             told.cancel()
 
-    async def hand_back(self, runs: Callable[[], bool]) -> None:
-        """Wait until chunks that were ended have, and their KV is saved; `runs`: some have not ended."""
+    async def hand_back(self, running: Mapping[str, RunningChunk], drop: Callable[[str, int], None]) -> None:
+        """End all chunks where they stand, those without a token by `drop`, and wait for their KV's saves."""
+        for request_id, run in list(running.items()):
+            if run.tokens:
+                self._driver.end(request_id, run.serial)
+            else:
+                drop(request_id, run.attempt)
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(self._seconds):
-                while runs() or self._driver.stats.pinned_blocks:
+                while running or self._driver.stats.pinned_blocks:
                     await self._clock.sleep(_PAUSE_SECONDS)
                     await self._driver.call(lambda: None)  # so that its figures are later than the ends
 

@@ -37,7 +37,7 @@ from seer.common.process.log import get_logger
 from seer.services.dgds.client import FLUSH_SECONDS, DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.best_speed import Pace
-from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
+from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk, tell_to_end
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.images import EngineImages
@@ -199,7 +199,7 @@ class EngineServer:
                 if self._nodes is not None:
                     serving.append(tasks.create_task(self._nodes.run()))
                 await self._leaving.wait()
-                await self._hand_back()
+                await self._leaving.hand_back(self.running, self._drop_chunk)
                 for task in serving:
                     task.cancel()
         finally:
@@ -208,14 +208,6 @@ class EngineServer:
     def drain(self) -> None:
         """Hand back what the chunks have so far, and let `run` return."""
         self._leaving.begin()
-
-    async def _hand_back(self) -> None:
-        for request_id, run in list(self.running.items()):
-            if run.tokens:
-                self._driver.end(request_id, run.serial)
-            else:
-                self._drop_chunk(request_id, run.attempt)
-        await self._leaving.hand_back(lambda: bool(self.running))
 
     # --- from the buffer -----------------------------------------------------------------
 
@@ -227,7 +219,7 @@ class EngineServer:
                 case wire.DropChunk() as drop:
                     self._drop_chunk(drop.request_id, drop.attempt)
                 case wire.EndChunks() as asked:
-                    self._end_chunks(asked)
+                    tell_to_end(self.running, asked, self._driver.end)
                 case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
                     self._updater.order(asked)
                 case wire.DiscardWeights() as order:
@@ -242,12 +234,6 @@ class EngineServer:
                     self._log.warning("the buffer refused something", why=refused.message)
                 case wire.Ping():
                     pass
-
-    def _end_chunks(self, asked: wire.EndChunks) -> None:
-        for request_id, attempt in zip(asked.request_ids, asked.attempts, strict=False):
-            run = self.running.get(request_id)
-            if run is not None and run.attempt == attempt:
-                self._driver.end(request_id, run.serial)
 
     def _start_chunk(self, order: wire.RunChunk) -> None:
         if self._leaving.begun:
@@ -367,8 +353,8 @@ class EngineServer:
             if self._uses_dgds:
                 self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
             run.add(generated)
-            if run.stream and generated.token_ids:
-                self._stream(generated.request_id, run)
+            if run.told or (run.stream and generated.token_ids):
+                self._came(generated.request_id, run)
             if self._draft_groups is not None:
                 self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
@@ -386,7 +372,10 @@ class EngineServer:
         if out.ended:
             self._wake()
 
-    def _stream(self, request_id: str, run: RunningChunk) -> None:
+    def _came(self, request_id: str, run: RunningChunk) -> None:
+        if run.told:
+            self._driver.end(request_id, run.serial)
+            return
         self._unsent[request_id] = run
         self._streaming.set()
         if not run.sent:  # somebody waits for the first token

@@ -37,7 +37,7 @@ def trajectories():
 
 
 def away(trajectories, group):
-    trajectories.submitted(group)
+    trajectories.submitted(group, [])
     trajectories.opened(group)
     assert trajectories.ended(finish(group), ESTIMATE, 1.0)
 
@@ -52,7 +52,7 @@ def test_one_turn_at_a_time_continues_it_and_counts_once(trajectories):
     first, second = turn("2", generated=5), turn("2 again", generated=5)
     assert trajectories._holdings.all.requests == 1
     assert trajectories.continues(first)
-    trajectories.submitted(first)
+    trajectories.submitted(first, [])
     assert trajectories._holdings.all.requests == 0
     assert trajectories.continues(first)
     assert not trajectories.continues(second)
@@ -64,7 +64,7 @@ def test_one_turn_at_a_time_continues_it_and_counts_once(trajectories):
 
 
 def test_who_is_forgotten_leaves_nothing(trajectories):
-    trajectories.submitted(turn("2", generated=5))
+    trajectories.submitted(turn("2", generated=5), [])
     out = []
     trajectories.aborted(out)
     assert out == [orders.closed("r/1")]
@@ -133,7 +133,7 @@ def test_who_takes_the_latest_turn_up_is_whose_trajectory_it_is(trajectories):
 
 def test_nothing_is_repeated_under_another_turn_that_waits_or_is_open(trajectories):
     following = turn("2", generated=5)
-    trajectories.submitted(following)
+    trajectories.submitted(following, [])
     assert repeat(trajectories, finish(turn("0"))) == []
     trajectories.opened(following)
     assert repeat(trajectories, finish(turn("0"))) == []

@@ -295,6 +295,20 @@ async def test_a_chunk_without_a_token_is_not_handed_back():
         assert buffer.results() == {}
 
 
+async def test_a_chunk_that_is_told_to_end_before_it_has_a_token_ends_once_it_has_one():
+    async with engine(structs.replace(REPLAY, replay=ReplayConfig(step_seconds=1.0))) as (buffer, server, *_):
+        await buffer.run(new=1000)
+        await eventually(lambda: bool(server.running))
+        (name,) = server.running
+        assert not server.running[name].tokens
+        late = wire.EndChunks(request_ids=[name, "r/p#9"], attempts=[0, 1])
+        await buffer.send(late)  # of an earlier attempt, and of a chunk that is not here
+        await buffer.send(wire.EndChunks(request_ids=[name], attempts=[1]))
+        await eventually(lambda: bool(buffer.results()))
+        (result,) = [result for done in buffer.heard(wire.ChunksDone) for result in done.results]
+        assert (1 <= result.count <= 3, result.finish) == (True, "")
+
+
 async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
     async with engine() as (buffer, server, *_):
         await buffer.run(new=500)

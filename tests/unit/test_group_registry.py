@@ -6,6 +6,7 @@ from buffer_events import CAPACITY, end, make, pick, run_to_end, submit
 from invariants import check
 
 from seer.common import wire
+from seer.common.types import TurnSpec
 from seer.services.buffer.events import Drained, Tick
 from seer.services.buffer.requests import events, instructions, state
 
@@ -374,3 +375,28 @@ def test_groups_of_an_open_rollout_are_delivered_to_the_incarnation_that_asked_f
     assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this incarnation
     out = submit(machine, "q", submission=10, address=b"2", **open_)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
+
+
+def test_a_prompt_that_is_cancelled_twice_at_once_ends_once():
+    machine = make(engines=("a",))
+    submit(machine, "p")
+    submit(machine, "h", rollout="held", weight_version=9)
+    for rollout, prompt in (("r", "p"), ("held", "h")):
+        out = machine.apply(orders.cancelled("t", rollout, [prompt, prompt]), 1.0)
+        assert [each.prompt_ids for each in pick(out, wire.Refused)] == [[prompt]]
+    assert not machine.groups
+    check(machine)
+
+
+def test_a_trajectory_whose_last_turn_had_an_id_that_is_used_again_is_forgotten():
+    machine = make(engines=("a",))
+    for number in range(4):
+        turn = TurnSpec(10, 0, 100, idle_seconds=600.0)
+        spec = events.GroupSpec("p", 10, shared_id=f"r/g{number}", turn=turn)
+        out = machine.apply(events.GroupsSubmitted("t", "r", 1, 16, [spec], open=True), 0.0)
+        run_to_end(machine, out)
+        machine.apply(orders.acknowledged("t", "r", ["p"]), 1.0)
+        assert machine.registry.holdings.all.requests == len(machine.registry.trajectories.away) == 1
+        check(machine)
+    machine.apply(Tick(), 1000.0)
+    assert not machine.registry.holdings.of

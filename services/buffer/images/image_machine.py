@@ -2,8 +2,8 @@
 
 Invariants (tests/property/test_image_machine.py):
 - all images together have at most `max_bytes`, counting each whole from the moment it is begun;
-- an image is not begun for a trainer's group if that trainer's images in use would have over three quarters
-  of that, unless it has none;
+- an image is not begun if the images in use of every trainer that needs it would have over three quarters of
+  that; a trainer that has none may have any;
 - an image that a group refers to is never dropped; of the others, those that were not used for longest go,
   and only when their room is needed, or when they are incomplete and do not grow;
 - an image is there once its bytes were checked against its name, and not before;
@@ -107,13 +107,25 @@ class ImageMachine:
         if size < 1:
             raise ValueError("has no bytes")
         self._check(self._kept.keys() & self._users.keys(), size, "", self._max_bytes)
-        for share in self._users.get(name, ()):
-            theirs = [other for other in self._kept if share in self._users.get(other, ())]
-            if theirs:
-                self._check(theirs, size, f" of trainer {share!r}", self._max_bytes * 3 // 4)
+        self._check_shares(self._users.get(name, ()), size)
         dropped = self._make_room(size)
         self._keep(name, Kept(size, now))
         return dropped
+
+    def _check_shares(self, shares: Iterable[str], size: int) -> None:
+        """Raise `ValueError` if none of those that need an image may have it, and there are any."""
+        problem = None
+        for share in shares:
+            theirs = [name for name in self._kept if share in self._users.get(name, ())]
+            try:
+                if theirs:
+                    self._check(theirs, size, f" of trainer {share!r}", self._max_bytes * 3 // 4)
+            except ValueError as error:
+                problem = error
+            else:
+                return
+        if problem is not None:
+            raise problem
 
     def _check(self, names: Iterable[str], size: int, whose: str, most: int) -> None:
         """Raise `ValueError` if there is no room beside images in use."""

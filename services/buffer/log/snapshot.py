@@ -60,7 +60,7 @@ class MachineFields(msgspec.Struct):
     _last_tick: float | None
     _queued: int
     _group_number: int
-    ending: int = 0
+    ending: dict[str, int] = {}
 
 
 OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued", "ending")

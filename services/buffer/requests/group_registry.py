@@ -258,7 +258,7 @@ class GroupRegistry:
         self.rollouts[rollout.rollout_id] = rollout
         rollout.members[group.group_id] = self.groups[group.group_id] = group
         self.holdings.add(rollout.share, requests=group.size)
-        self.trajectories.submitted(group)
+        self.trajectories.submitted(group, out)
         out.append(Take(group.group_id, group.prompt_id))
 
     def _open(self, group: GroupState) -> GroupState:
@@ -313,10 +313,11 @@ class GroupRegistry:
         if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.address, group.group_id))
         while self.holdings.all.results > self._limits.result_tokens and len(self.finished) > 1:
-            most, first = self.holdings.most_results(), next(iter(self.finished.values()))
-            theirs = (each for each in self.finished.values() if each.rollout.share == most)
-            oldest = next(theirs)
-            self._expire(first if oldest is group else oldest, out)  # its trainer has not seen this one yet
+            most = self.holdings.most_results(
+                but=(share, group.tokens)
+            )  # its trainer has not seen this one yet
+            oldest = next(each for each in self.finished.values() if each.rollout.share == most)
+            self._expire(oldest, out)
 
     def acknowledged(self, trainer: str, named: wire.Acknowledge, out: Out) -> None:
         """Remove finished groups that their trainer has received."""
@@ -339,7 +340,7 @@ class GroupRegistry:
             return
         if not rollout.open and named.submission not in (0, rollout.submission):
             return
-        of = [ids.group_id(named.rollout_id, prompt_id) for prompt_id in named.prompt_ids]
+        of = [ids.group_id(named.rollout_id, prompt_id) for prompt_id in dict.fromkeys(named.prompt_ids)]
         groups = [rollout.members[name] for name in of or list(rollout.members) if name in rollout.members]
         if rollout.open and named.submission:  # later ones are other prompts, or wanted again
             groups = [group for group in groups if group.submission <= named.submission]

@@ -64,8 +64,13 @@ class Holdings:
 
     def most_tokens(self) -> str:
         """Return the trainer whose unfinished groups have most output for its weight."""
-        return max(self.of, key=lambda name: self.of[name].tokens / self._shares.get(name, 1.0))
+        return self._most({name: mine.tokens for name, mine in self.of.items()})
 
-    def most_results(self) -> str:
-        """Return the trainer whose results that wait are most for its weight."""
-        return max(self.of, key=lambda name: self.of[name].results / self._shares.get(name, 1.0))
+    def most_results(self, but: tuple[str, int]) -> str:
+        """Return the trainer whose results are most for its weight; `but`: a trainer's result that stays."""
+        results = {name: mine.results for name, mine in self.of.items()}
+        results[but[0]] -= but[1]
+        return self._most(results)
+
+    def _most(self, held: Mapping[str, int]) -> str:
+        return max(held, key=lambda name: (held[name] / self._shares.get(name, 1.0), name))

@@ -26,6 +26,10 @@ MAX_PASSED = 8
 """Trainers whose next requests are looked at when the first of them has to wait."""
 
 
+MAX_LOOKS = 4096
+"""Chunks that are looked at in vain when some are to end early."""
+
+
 class Scheduler:
     """`requests` and `estimates` are by request and group id, `running` has request ids by instance;
     `counters["chunks"]` counts dispatches.
@@ -56,7 +60,7 @@ class Scheduler:
         self._requests, self._estimates = requests, estimates
         self._counters, self._deaths, self._running = counters, deaths, running
         self._queued = 0
-        self.ending = 0  # what chunks have of their engines that were told to end where they stand
+        self.ending: dict[str, int] = {}  # by share, what chunks have that were told to end where they stand
 
     def __len__(self) -> int:
         """Return how many requests wait."""
@@ -126,42 +130,62 @@ class Scheduler:
         share = request.group.rollout.share
         self.queue.gives(share, request.cost, self.now)
         if request.ending:
-            self.ending -= request.cost
+            self.ending[share] -= request.cost
+            if not self.ending[share]:
+                del self.ending[share]
         request.cost, request.ending = 0, False
 
     def ends(self) -> dict[str, list[RequestState]]:
         """Return, by instance, chunks that are to end where they stand, for the trainer that goes next.
 
-        These are of all instances that could take its request, and of each those that run for longest: they
-        have tokens to end with, and none is ended again and again.
+        They are spread over as many instances as its requests need; of each those go first that run for
+        longest, so none is ended again and again.
         """
         first, shares = self.queue.first(), self.queue.shares
         if first is None or not self._instances:
             return {}
-        total = UNIT * len(self._instances)
-        lacks = shares.lacks(first, total)
-        if lacks <= self.ending:
+        total, already = UNIT * len(self._instances), sum(self.ending.values())
+        lacks = shares.lacks(first, total) - already
+        if lacks <= 0:
             return {}
-        view = self._requests[str(self.queue.head())].view
-        asked = view.context, self.chunk(view), view.image_tokens
-        beyond, already = shares.beyond(total), self.ending
-        able = [name for name in self._instances.holding(*asked) if name != self.emptied and beyond]
+        head = self._requests[str(self.queue.head())]
+        asked = head.view.context, self.chunk(head.view), head.view.image_tokens
+        able = [self._instances[name] for name in self._instances.holding(*asked) if name != self.emptied]
+        if not able:
+            return {}
+        capacity = able[0].capacity
+        each = cost(capacity, capacity.blocks_for(*asked[:2]))
+        needed = min(lacks, len(self.queue.of(first)) * each - already)
+        if needed < UNIT // capacity.max_num_seqs:
+            return {}
+        beyond = shares.beyond(first, total, self.ending)
+        able.sort(key=lambda instance: (-instance.free_blocks, instance.name))
+        return self._ended(head, [instance.name for instance in able], needed, each, beyond) if beyond else {}
+
+    def _ended(
+        self, head: RequestState, able: list[str], needed: int, each: int, beyond: dict[str, int]
+    ) -> dict[str, list[RequestState]]:
+        """Mark chunks as ending that have `needed` on the `able` instances, for requests that need `each`."""
+        left = min(len(able), max(1, needed // each))
         found: dict[str, list[RequestState]] = {}
-        budget = 0.0
+        budget, looks = 0.0, 0
         for name in able:
-            capacity = self._instances[name].capacity
-            wanted = len(self.queue.of(first)) * cost(capacity, capacity.blocks_for(*asked[:2]))
-            budget += max(0, min(lacks, wanted) - already) / len(able)
+            if not left or looks > MAX_LOOKS:
+                break
+            looks += len(self._running[name])
+            if self._waits_for_its_own(head, name):
+                continue
+            budget, left = budget + (needed - budget) / left, left - 1
             for request_id in self._running[name]:
                 request = self._requests[request_id]
                 share = request.group.rollout.share
-                if request.cost > budget:
-                    break
-                if request.ending or request.alone or beyond.get(share, 0) < request.cost:
+                if request.ending or request.alone or request.cost > min(budget, beyond.get(share, 0)):
                     continue
                 request.ending = True
-                self.ending += request.cost
-                budget, beyond[share] = budget - request.cost, beyond[share] - request.cost
+                self.ending[share] = self.ending.get(share, 0) + request.cost
+                beyond[share] -= request.cost
+                budget, needed = budget - request.cost, needed - request.cost
+                looks -= 1
                 found.setdefault(name, []).append(request)
         return found
 

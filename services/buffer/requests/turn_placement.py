@@ -98,8 +98,11 @@ class Trajectories:
 
     # --- turns ---------------------------------------------------------------------------
 
-    def submitted(self, group: GroupState) -> None:
-        """Note that a group waits to be opened."""
+    def submitted(self, group: GroupState, out: Out) -> None:
+        """Note that a group waits to be opened; a trajectory whose last turn had its id is forgotten."""
+        known = self.away.get(group.group_id)
+        if known is not None and (group.turn is None or known.key != key_of(group)):
+            self._forget(known, out)
         if self.continues(group):
             latest = self._latest(group)
             self.returning[latest] = group.group_id

@@ -236,7 +236,9 @@ class VllmBackend:
     def end(self, request_id: str, attempt: int) -> None:
         """See `Backend.end`."""
         engine_id = self._engine_ids.get((request_id, attempt))
-        if engine_id is not None and (run := self._runs[engine_id]).left < tokens_left(run.chunk):
+        if engine_id is None or (run := self._runs[engine_id]).left == tokens_left(run.chunk):
+            return
+        if run.chunk.routes_from is None or run.request.num_computed_tokens:  # preempted, it has no routes
             self.core.hand_back(run.request)
             self._end(engine_id, self._handed_back, "", "")
 
