@@ -110,6 +110,23 @@ def turn(
     return response(key, context, most, config.replay.vocab_size, config.replay.mean_tokens)
 
 
+def difference(got: Sequence[Answer], expected: Sequence[Answer]) -> str:
+    """Say how the first response that differs does, for whoever has to find out why."""
+    for index, (mine, theirs) in enumerate(zip(got, expected, strict=False)):
+        if mine[0] != theirs[0]:
+            pairs = enumerate(zip(mine[0], theirs[0], strict=False))
+            place = next(
+                (at for at, (one, other) in pairs if one != other), min(map(len, (mine[0], theirs[0])))
+            )
+            return f"response {index} has other tokens from {place} on"
+        if mine[2] != theirs[2]:
+            return f"response {index} has the same tokens, and ends by {mine[2]!r}, not {theirs[2]!r}"
+        if mine != theirs:
+            most = max(abs(one - other) for one, other in zip(mine[1], theirs[1], strict=True))
+            return f"response {index} has the same tokens, and logprobs that are off by up to {most:.2g}"
+    return f"{len(got)} responses, not {len(expected)}"
+
+
 class Expected:
     """The responses to every prompt, by prompt id."""
 

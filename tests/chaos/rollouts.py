@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from chaos import trainer
-from chaos.expected import Answer, Expected, request_key, response
+from chaos.expected import Answer, Expected, difference, request_key, response
 from chaos.outcome import Outcome
 from chaos.system import System
 from chaos.trainer import Job, Line, Use
@@ -24,6 +24,9 @@ MOST_CACHED = 64
 
 REPORT_BYTES = 1_500
 """Of the last words of a trainer that failed."""
+
+_SAID = 5
+"""Groups of a rollout of which is said how they changed."""
 
 
 def job(
@@ -127,7 +130,9 @@ class Roll:
         outcome.responses += asked.n * len(lines)
         outcome.lost += asked.n * len(whole - arrived)
         outcome.doubled += asked.n * sum(count - 1 for count in times.values())
-        outcome.changed += sum(known.changed(asked, line) for line in lines)
+        changed = [(count, line) for line in lines if (count := known.changed(asked, line))]
+        outcome.changed += sum(count for count, _ in changed)
+        outcome.problems += [known.why(asked, line) for _, line in changed[:_SAID]]
         if self.failed:
             outcome.problems.append(f"{asked.name} failed: {self.failed}")
 
@@ -161,6 +166,16 @@ class Judge:
         if line.version not in versions or self.versions[line.version] != line.digest:
             return asked.n
         return self._expected(asked, use, line.digest).changed(line.id, line.answers)
+
+    def why(self, asked: Job, line: Line) -> str:
+        """Say how a group is not what it must be."""
+        use = asked.uses[line.use]
+        where = f"{asked.name}, use {line.use} ({use.version}), {line.id} of version {line.version}"
+        if self.versions.get(line.version) != line.digest or use.version not in (0, line.version):
+            return f"{where}: of weights that nobody asked for"
+        return (
+            f"{where}: {difference(line.answers, self._expected(asked, use, line.digest).answers[line.id])}"
+        )
 
     def _expected(self, asked: Job, use: Use, digest: str) -> Expected:
         if self._undisturbed:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chaos import disks, network
+from chaos.expected import difference
 from chaos.outcome import Outcome
 from chaos.rollouts import Judge, Roll, job
 from chaos.system import replay
@@ -114,6 +115,7 @@ def judged(tmp_path):
         roll, outcome = Roll(system, asked), Outcome(0)
         roll.lines = lambda: lines
         roll.judge(outcome, judge)
+        assert bool(outcome.problems) == bool(outcome.changed)
         return outcome.lost, outcome.doubled, outcome.changed
 
     return lines, verdict
@@ -121,6 +123,18 @@ def judged(tmp_path):
 
 def other(line, **fields):
     return Line(**({name: getattr(line, name) for name in line.__struct_fields__} | fields))
+
+
+def test_a_judge_says_what_differs():
+    known = [([1, 2, 3], [-0.5, -1.0, -0.25], "stop")]
+    for got, said in (
+        ([([1, 9, 3], known[0][1], "stop")], "other tokens from 1 on"),
+        ([([1, 2], [-0.5, -1.0], "length")], "other tokens from 2 on"),
+        ([([1, 2, 3], known[0][1], "length")], "ends by 'length', not 'stop'"),
+        ([([1, 2, 3], [-0.5, -1.0, -0.125], "stop")], "off by up to 0.12"),
+        ([], "0 responses, not 1"),
+    ):
+        assert said in difference(got, known)
 
 
 def test_a_judge_sees_what_is_wrong(judged):
