@@ -41,7 +41,7 @@ def test_tokens_and_ends_are_those_of_vllms_own_scheduler(backend, way):
     assert way(backend) == expected
     steps = backend.stats().steps - steps
     schedules, updates = scheduler.short_schedules, scheduler.short_updates
-    assert updates > 0.5 * steps
+    assert updates > 0.4 * steps
     assert schedules > (0.5 if way in DECODING else 0.25) * steps
     assert not scheduler._rows
     assert backend.stats().free_blocks == BLOCKS
