@@ -26,9 +26,11 @@ SEPARATOR = "¦"
 MAX_NAME = 64
 """Characters of a name behind an id: if two names begin with the same ones, the later one is refused."""
 
-MAX_APART = 10_000
-"""Bound on the ids that are remembered to have a name behind them."""
+MAX_KNOWN = 10_000
+"""Bound on the ids that are remembered to have a name behind them, and on those that have none."""
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Named = TypeVar("Named", bound=wire.Submit | wire.Cancel | wire.Acknowledge)
 
 
@@ -38,6 +40,7 @@ class RolloutIds:
     def __init__(self, rollouts: Mapping[str, RolloutState], away: Mapping[str, Away]) -> None:
         self._rollouts, self._away = rollouts, away
         self._apart: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._plain: OrderedDict[str, str] = OrderedDict()  # who used an id last without a name behind it
 
     def here(self, trainer: str, message: Named) -> Named:
         """Return a trainer's message with the id inside the buffer. Raises `InvalidField` for such an id."""
@@ -47,11 +50,10 @@ class RolloutIds:
         mine = (trainer, given)
         begins = isinstance(message, wire.Submit) and self._is_anothers(given, trainer)
         if mine not in self._apart and not begins:
+            if isinstance(message, wire.Submit):
+                _remember(self._plain, given, trainer)
             return message
-        self._apart[mine] = None
-        self._apart.move_to_end(mine)
-        if len(self._apart) > MAX_APART:
-            self._apart.popitem(last=False)
+        _remember(self._apart, mine, None)
         name = trainer[:MAX_NAME].replace("/", "_")
         return structs.replace(message, rollout_id=f"{given}{SEPARATOR}{name}")
 
@@ -59,10 +61,19 @@ class RolloutIds:
         rollout = self._rollouts.get(rollout_id)
         if rollout is not None:
             return rollout.trainer != trainer
+        if self._plain.get(rollout_id) == trainer:  # all that is away is not looked at for each turn
+            return False
         return any(
             away.key[0] not in ("", trainer) and group_id.startswith(f"{rollout_id}/")
             for group_id, away in self._away.items()
         )
+
+
+def _remember(known: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > MAX_KNOWN:
+        known.popitem(last=False)
 
 
 def given(message: wire.BufferToTrainer) -> wire.BufferToTrainer:

@@ -45,7 +45,7 @@ def test_an_id_stays_anothers_while_a_trajectory_of_it_is_away():
 
 
 def test_an_id_that_looks_like_one_inside_is_refused_and_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(rollout_ids, "MAX_APART", 3)
+    monkeypatch.setattr(rollout_ids, "MAX_KNOWN", 3)
     rollouts = {}
     ids = RolloutIds(rollouts, {})
     with pytest.raises(InvalidField, match="give one without '¦'"):
@@ -70,3 +70,21 @@ def test_a_trainer_hears_the_id_that_it_gave():
     assert [each.rollout_id for each in streamed.parts] == ["r"]
     same = wire.Slept(asleep=False)
     assert given(same) is same
+
+
+def test_what_is_away_is_looked_at_once_for_each_use_of_an_id():
+    class Looked(dict):
+        times = 0
+
+        def items(self):
+            self.times += 1
+            return super().items()
+
+    away = Looked()
+    ids = RolloutIds({}, away)
+    for _ in range(5):
+        assert ids.here("one", submit("r")).rollout_id == "r"
+    assert away.times == 1
+    assert ids.here("two", submit("r")).rollout_id == "r", "nobody has it now"
+    assert ids.here("one", submit("r")).rollout_id == "r"
+    assert away.times == 3

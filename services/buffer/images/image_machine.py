@@ -106,35 +106,23 @@ class ImageMachine:
             raise ValueError("is not the name of an image: give 64 hexadecimal digits")
         if size < 1:
             raise ValueError("has no bytes")
-        self._check(self._kept.keys() & self._users.keys(), size, "", self._max_bytes)
-        self._check_shares(self._users.get(name, ()), size)
+        used, most = self._size(self._kept.keys() & self._users.keys()), self._max_bytes
+        if used + size > most:
+            raise ValueError(_no_room(size, "", used, most))
+        of = {
+            share: self._size(other for other in self._kept if share in self._users.get(other, ()))
+            for share in self._users.get(name, ())
+        }
+        most = most * 3 // 4
+        if of and all(used and used + size > most for used in of.values()):
+            share, used = next(iter(of.items()))
+            raise ValueError(_no_room(size, f" of trainer {share!r}", used, most))
         dropped = self._make_room(size)
         self._keep(name, Kept(size, now))
         return dropped
 
-    def _check_shares(self, shares: Iterable[str], size: int) -> None:
-        """Raise `ValueError` if none of those that need an image may have it, and there are any."""
-        problem = None
-        for share in shares:
-            theirs = [name for name in self._kept if share in self._users.get(name, ())]
-            try:
-                if theirs:
-                    self._check(theirs, size, f" of trainer {share!r}", self._max_bytes * 3 // 4)
-            except ValueError as error:
-                problem = error
-            else:
-                return
-        if problem is not None:
-            raise problem
-
-    def _check(self, names: Iterable[str], size: int, whose: str, most: int) -> None:
-        """Raise `ValueError` if there is no room beside images in use."""
-        needed = sum(self._kept[name].size for name in names)
-        if needed + size > most:
-            raise ValueError(
-                f"{size} bytes do not fit: images in use{whose} have {needed} and may have {most}: "
-                "submit fewer at a time, or raise buffer.image_bytes"
-            )
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self._kept[name].size for name in names)
 
     def use(self, name: str, now: float) -> Kept:
         """Return an image that is kept, which is the most recently used one now."""
@@ -189,3 +177,9 @@ class ImageMachine:
             self.drop(name)
             dropped.append(name)
         return dropped
+
+
+def _no_room(size: int, whose: str, used: int, most: int) -> str:
+    """Return why an image cannot be begun beside images in use."""
+    fix = "submit fewer at a time, or raise buffer.image_bytes"
+    return f"{size} bytes do not fit: images in use{whose} have {used} and may have {most}: {fix}"

@@ -9,15 +9,14 @@ Invariants:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import msgspec
 
-from seer.gateway.answers import Choice, Json, Style
+from seer.gateway.answers import Choice, Json
 from seer.gateway.request_bodies import ChatBody
 from seer.gateway.responses_body import ResponsesBody
 from seer.gateway.stream_answers import Sent, StreamedAnswer
-from seer.gateway.text_stream import TextStream
 from seer.gateway.tools import CallReader
 
 
@@ -87,19 +86,15 @@ def _call(call: Json) -> Json:
 class StreamedResponse(StreamedAnswer):
     """The events of a response."""
 
-    def __init__(
-        self,
-        head: Json,
-        prompts: Sequence[list[int]],
-        n: int,
-        style: Style,
-        new_text: Callable[[list[int]], TextStream] | None = None,
-        calls_by: CallReader | None = None,
-    ) -> None:
-        super().__init__(head, prompts, n, style, new_text, calls_by)
-        self._number = 0
-        self._message = _new("msg")
-        self._said: list[str] = []
+    _number = 0
+
+    @cached_property
+    def _message(self) -> str:
+        return _new("msg")
+
+    @cached_property
+    def _said(self) -> list[str]:
+        return []
 
     def end(self, *, include_usage: bool) -> bytes:
         """Return nothing: the last part of the one choice ends the events."""
