@@ -23,6 +23,7 @@ import numpy.typing as npt
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
 from seer.client.image_uploads import ImageUploads
 from seer.client.mismatch import mismatch_of
+from seer.client.next_prompts import NamesNextPrompts
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare, version_of
 from seer.client.results import Response
@@ -78,7 +79,7 @@ GOODBYE_SECONDS = 2.0
 """Longest time that `close` takes when the buffer is gone."""
 
 
-class RolloutClient:
+class RolloutClient(NamesNextPrompts):
     """Use as `async with RolloutClient(endpoint) as client`; one event loop, any task.
 
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
@@ -99,6 +100,7 @@ class RolloutClient:
         security: SecurityConfig | None = None,
         deltas: SentWeights | bool = True,
     ) -> None:
+        super().__init__()
         self.endpoint, self.deltas = endpoint, sent_weights(deltas)
         self._keys = load_keys(security_of(os.environ) if security is None else security)
         self.name = name or new_name(self._keys)
@@ -107,7 +109,7 @@ class RolloutClient:
         self._silence_seconds = check_seconds("silence_seconds", silence_seconds)
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
-        self._next_submission, self._version_found = 0, -1
+        self._next_submission, self._version_found, self.weight_version = 0, -1, -1
         self._noise = UsedNoise()
         self._active = ActiveRollouts(self.tokenizer)
         self._uploads = ImageUploads(lambda *lost: self._send_all(self._active.lose_image(*lost)))
@@ -117,7 +119,6 @@ class RolloutClient:
         self._update: Update | None = None
         self._sleep_call: SleepCall | None = None
         self._wish: Sleep | None = None
-        self.weight_version = -1
 
     async def __aenter__(self) -> Self:
         self._transport = self._given_transport or ZmqTransport(keys=self._keys)
@@ -416,6 +417,8 @@ class RolloutClient:
                     self._active.take(message)
                     if self._active.owes:
                         self._wake.set()
+                    if isinstance(message, Accepted | Refused):
+                        self._answered(message)
                 case Status():
                     self._status_calls.answer(message)
                 case Welcome():
@@ -429,13 +432,10 @@ class RolloutClient:
                     self._sleep_call.answer(message)
                 case ImageState():
                     self._uploads.answer(message)
-                case _:
-                    pass
 
     async def _send_due(self) -> None:
         loop = asyncio.get_running_loop()
-        ping = min(PING_SECONDS, self._silence_seconds / 4)
-        pinged = 0.0
+        ping, pinged = min(PING_SECONDS, self._silence_seconds / 4), 0.0
         while True:
             before = loop.time()
             try:

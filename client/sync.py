@@ -74,6 +74,7 @@ class SyncRolloutClient(WithBlock[RolloutClient]):
     submit = in_loop(RolloutClient.submit, SyncRollout)
     open_rollout = in_loop(RolloutClient.open_rollout, SyncOpenRollout)
     trajectories = in_loop(RolloutClient.trajectories, SyncTrajectoryRollout)
+    next_prompts = in_loop(RolloutClient.next_prompts)
     update_weights = in_loop(RolloutClient.update_weights)
     sleep = in_loop(RolloutClient.sleep)
     wake = in_loop(RolloutClient.wake)

@@ -320,7 +320,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     highest tokens/s over a second of steps, `token_seconds_alone` the least seconds per token of a request
     that ran alone; 0: not measured yet; the buffer tells the best of all incarnations of an instance.
     `encoder_runs` counts images that the vision encoder computed. `dummy_steps`: those that data-parallel
-    ranks ran without a request, over all ranks, each of which runs every step.
+    ranks ran without a request, over all ranks, each of which runs every step. `ahead_tokens`: those
+    generated for coming submissions, for drafts alone.
     """
 
     steps: Count = 0
@@ -347,3 +348,4 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds_alone: Amount = 0.0
     encoder_runs: Count = 0
     dummy_steps: Count = 0
+    ahead_tokens: Count = 0

@@ -72,6 +72,7 @@ ROWS = (
     Row("Does it move?", (
         Panel("Tokens/s", "short", (
             Line(f"sum({rate('seer_engine_tokens_total')})", "generated"),
+            Line(f"sum({rate('seer_engine_ahead_tokens_total')})", "of these, ahead"),
             Line(rate("seer_tokens_total"), "kept, as chunks end"),
         )),
         Panel("Requests", "short", (Line(gauge("seer_requests"), "{{state}}"),)),

@@ -98,6 +98,7 @@ from seer.common.wire.trainers import BufferToTrainer as BufferToTrainer
 from seer.common.wire.trainers import Cancel as Cancel
 from seer.common.wire.trainers import GroupDone as GroupDone
 from seer.common.wire.trainers import InstanceStatus as InstanceStatus
+from seer.common.wire.trainers import NextPrompts as NextPrompts
 from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
 from seer.common.wire.trainers import StreamedPart as StreamedPart

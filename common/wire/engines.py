@@ -86,7 +86,7 @@ class RunChunk(Message, tag=True):
     out as text, and say nothing. Only engines whose `Capacity.image_tokens` allow it get such chunks.
 
     `stream`: tokens are wanted as they are generated, as `ChunkTokens` of a `ChunksDone`. `have`: what the
-    buffer has beside the response's tokens.
+    buffer has beside the response's tokens. `ahead`: only its drafts are wanted; it is counted apart.
     """
 
     request_id: ShortStr
@@ -107,6 +107,7 @@ class RunChunk(Message, tag=True):
     images: Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)] = []
     stream: bool = False
     have: Sizes = {}
+    ahead: bool = False
 
 
 class DropChunk(Message, tag=True):

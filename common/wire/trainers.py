@@ -121,6 +121,16 @@ class Submit(Message, tag=True):
     client: ShortStr = ""
 
 
+class NextPrompts(Submit, tag=True):
+    """Prompts that are to be submitted next: idle engines generate them now, for drafts alone.
+
+    The answer is one `Accepted` or one `Refused`; no response comes back. They end where they stand, and are
+    forgotten, once their trainer submits anything or weights change, and take the place of those that came
+    under another `rollout_id`. Responses whose seed, rollout number and prompt ids are those of the coming
+    submission draw with its noise, so they differ from its responses only where weights make a difference.
+    """
+
+
 class Accepted(Message, tag=True):
     """These prompts were checked and queued, under weights of this version."""
 
@@ -301,6 +311,7 @@ class Status(Message, tag=True):
 TrainerToBuffer = (
     Hello
     | Submit
+    | NextPrompts
     | Cancel
     | Acknowledge
     | StatusRequest

@@ -43,6 +43,7 @@ from seer.services.buffer.log.kept_chunks import KeptChunks
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.response_store import Store, SubmittedPrompt
+from seer.services.buffer.run_ahead import RunAhead
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer waits for trainers to acknowledge the last results."""
@@ -128,6 +129,7 @@ class Conductor:
         self._out, self._observers, self._log_position = out, observers, log_position
         self._deliveries = Deliveries()
         self.conversations = Conversations()
+        self._ahead = RunAhead(self._requests)
         self.refusals = FailedPrompts()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
@@ -221,11 +223,33 @@ class Conductor:
         registry = self._requests.registry
         owners = {rollout.address for rollout in registry.rollouts.values()}
         owners.update(away.address for away in registry.trajectories.away.values())
+        owners.update(self._ahead.addresses)
         for address in self._sessions.keys() - owners:  # it has no groups, so no messages that could be lost
             del self._sessions[address]
             self._trainers.forget(address)
         self.apply(Tick())
+        self._ahead.fill(self._requests.instances)
+        self._order_ahead()
         self.log_refusals()
+
+    # --- run-ahead ---------------------------------------------------------------------------
+
+    def name_next(
+        self, trainer: str, address: bytes, asked: wire.NextPrompts, prompts: Mapping[str, SubmittedPrompt]
+    ) -> None:
+        """Have prompts run ahead while engines idle. Raises `InvalidField`."""
+        self._ahead.name(trainer, address, asked, prompts)
+        self._order_ahead()
+
+    def ended_ahead(self, engine: str, part: ChunkPart | wire.ChunkFailed) -> bool:
+        """Return whether this is the end of a chunk that ran ahead; then there is no more to do about it."""
+        ended = self._ahead.ended(engine, part.request_id, part.attempt)
+        self._order_ahead()
+        return ended
+
+    def _order_ahead(self) -> None:
+        for name, order in self._ahead.take():
+            self._out.engine(name, order)
 
     # --- instructions to messages ------------------------------------------------------------
 
@@ -239,6 +263,8 @@ class Conductor:
         finally:
             for observer in self._observers:
                 observer.record(now, event, out)  # also if a machine raises, so that a replay does, too
+        self._ahead.before(event, out)
+        self._order_ahead()
         for item in out:
             match arrays:
                 case Ended() if isinstance(item, instructions.Keep):

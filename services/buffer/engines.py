@@ -126,6 +126,8 @@ class EngineConnections:
                 table.pop(other, None)
 
     def _chunk_failed(self, name: str, failed: wire.ChunkFailed) -> None:
+        if self._conductor.ended_ahead(name, failed):
+            return
         request = self._requests.requests.get(failed.request_id)
         if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
             # A fatal failure is caused by the request itself: its trainer gets the error.
@@ -172,6 +174,9 @@ class EngineConnections:
         start = 0
         for part, extras in zip(parts, beside.split(done.beside, sizes), strict=True):
             end = start + part.count
+            if isinstance(part, wire.ChunkResult) and self._conductor.ended_ahead(engine, part):
+                start = end
+                continue
             part, extras = self._conductor.with_record(engine, part, extras)
             happened = (
                 events.TokensArrived(engine, part)

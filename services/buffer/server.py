@@ -52,6 +52,11 @@ from seer.services.buffer.weights.spool import Spool
 MAX_ATTEMPTS = 8
 """A request whose chunk failed so often in a row is failed: who loses eight engines in a row kills them."""
 
+NOT_REMEMBERED = (
+    "nothing is remembered for coming prompts: raise it for the dgds and the buffer, or leave it out"
+)
+"""Why nothing runs ahead."""
+
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
     """Build the service for `service.run_process`."""
@@ -263,6 +268,8 @@ class BufferServer:
             user = self._trainer_hub.user(address)
             if isinstance(message, rights.CHANGING) and user.lacks:
                 reply = rights.refusal(user, message)
+            elif isinstance(message, wire.NextPrompts):
+                reply = self._next_prompts(name, address, message)
             elif isinstance(message, wire.Submit):
                 reply = await self._submit(name, address, message)
             else:
@@ -317,15 +324,7 @@ class BufferServer:
             submit = self._ids.here(trainer, asked)
             prompts = submissions.prompts(submit)
         except InvalidField as error:
-            refused = wire.Refused(
-                code=RequestRefused.code,
-                message=str(error),
-                rollout_id=asked.rollout_id,
-                prompt_ids=asked.prompt_ids,
-                submission=asked.submission,
-            )
-            self.conductor.refusals.add(refused)
-            return refused
+            return self._refused(asked, error)
         share = self._share(address, trainer, submit.client)
         for part in submissions.parts(submit, prompts, self.store):
             part = submissions.with_turns(submit.rollout_id, part, self.store, self.conductor.conversations)
@@ -339,6 +338,33 @@ class BufferServer:
                     self.conductor.conversations.failed(group_id)
             await asyncio.sleep(0)
         return None
+
+    def _next_prompts(
+        self, trainer: str, address: bytes, asked: wire.NextPrompts
+    ) -> wire.Accepted | wire.Refused:
+        """Take prompts that run ahead: neither the machines nor the log have anything of them."""
+        try:
+            if self._config.dgds.remember_tokens == 0:
+                raise InvalidField("dgds.remember_tokens", 0, NOT_REMEMBERED)
+            self.conductor.name_next(trainer, address, asked, submissions.prompts(asked))
+        except InvalidField as error:
+            return self._refused(asked, error)
+        live = self.weights.live.version if self.weights.live else 0
+        return wire.Accepted(
+            rollout_id=asked.rollout_id, prompt_ids=asked.prompt_ids, submission=asked.submission,
+            weight_version=live,
+        )  # fmt: skip
+
+    def _refused(self, asked: wire.Submit, error: InvalidField) -> wire.Refused:
+        refused = wire.Refused(
+            code=RequestRefused.code,
+            message=str(error),
+            rollout_id=asked.rollout_id,
+            prompt_ids=asked.prompt_ids,
+            submission=asked.submission,
+        )
+        self.conductor.refusals.add(refused)
+        return refused
 
     async def _serve_estimates(self) -> None:
         while True:

@@ -3,7 +3,9 @@
 Invariants (tests/unit/test_dgds_memory.py and tests/property/test_dgds_store.py assert them):
 - the tokens held, plus an overhead per prompt and stream, never exceed `max_tokens`: the least recently used
   prompts are dropped first, and a group that alone is too large is not taken;
-- each prompt has the streams of its latest group; equal streams keep their revision.
+- each prompt has the streams of its latest group, and behind them, if these have less than half of its
+  tokens, as where the group was cut short, those of the last group that had more; equal streams keep their
+  revision.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from seer.common.wire import TOKEN_BYTES
+from seer.common.wire import MAX_GROUP_SIZE, TOKEN_BYTES
 
 OVERHEAD_TOKENS = 160
 """Counted for each group, stream and prompt besides its tokens: about 500 bytes of objects, at 3 a token."""
@@ -20,10 +22,14 @@ OVERHEAD_TOKENS = 160
 
 @dataclass(frozen=True, slots=True)
 class PastGroup:
-    """One prompt's streams, packed; `revision` as in `store.Delta`."""
+    """One prompt's streams, packed; `revision` as in `store.Delta`.
+
+    `whole`: those of its last group that was not cut short.
+    """
 
     revision: int
     streams: tuple[bytes, ...]
+    whole: tuple[bytes, ...]
 
     @property
     def size(self) -> int:
@@ -53,10 +59,13 @@ class PastGroups:
         return found
 
     def put(self, prompt: int, streams: Sequence[bytes], revision: int) -> None:
-        """Keep a group's streams for its prompt, in place of an earlier group's streams."""
-        new = PastGroup(revision, tuple(streams))
-        old = self._prompts.get(prompt)
-        if not new.streams or (old is not None and old.streams == new.streams):
+        """Keep a group's streams for its prompt, in place of an earlier group's, or in front of these."""
+        old, whole = self._prompts.get(prompt), tuple(streams)
+        earlier: tuple[bytes, ...] = ()
+        if old is not None and 2 * sum(map(len, whole)) < sum(map(len, old.whole)):
+            earlier = whole = old.whole[: MAX_GROUP_SIZE - len(streams)]
+        new = PastGroup(revision, (*streams, *earlier), whole)
+        if not streams or (old is not None and old.streams == new.streams):
             return
         if new.size > self._max_tokens:
             self.counters["too_large"] += 1

@@ -30,6 +30,7 @@ class RunningChunk:
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
     turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `extras`: what
     comes beside the others, by word. `routes_from`: see `Chunk`. `told`: it was told to end where it stands.
+    `ahead`: see `wire.RunChunk`.
     """
 
     group_id: str
@@ -44,6 +45,7 @@ class RunningChunk:
     sent: int = 0
     routes_from: int | None = None
     told: bool = False
+    ahead: bool = False
     extras: dict[str, list[beside.Array]] = field(default_factory=dict)
 
     @property
@@ -84,7 +86,9 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     if place in taken:
         place = (order.request_id, 0)
     length = len(order.tokens) - order.prompt_len
-    run = RunningChunk(*place, order.attempt, serial, length, parks=order.parks, stream=order.stream)
+    run = RunningChunk(
+        *place, order.attempt, serial, length, parks=order.parks, stream=order.stream, ahead=order.ahead
+    )
     first = order.sampling.routed_experts_from
     if first is not None:
         run.routes_from = min(first, order.turn_start or order.prompt_len) + _had(order)

@@ -124,7 +124,7 @@ class EngineServer:
         drafts = settings.backend != "replay"
         self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
-        self._pace = Pace()
+        self._pace, self._ahead_tokens = Pace(), 0
         self.running: dict[str, RunningChunk] = {}
         self._held: dict[str, wire.RunChunk] = {}  # running chunks that wait for images
         self._images = EngineImages(settings.image_bytes, clock, self._give, self._lack, self._wake)
@@ -353,6 +353,7 @@ class EngineServer:
             if self._uses_dgds:
                 self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
             run.add(generated)
+            self._ahead_tokens += len(generated.token_ids) if run.ahead else 0
             if run.told or (run.stream and generated.token_ids):
                 self._came(generated.request_id, run)
             if self._draft_groups is not None:
@@ -440,7 +441,8 @@ class EngineServer:
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
-            return wire.EngineStatus(stats=structs.replace(self._driver.stats, **best))
+            stats = structs.replace(self._driver.stats, **best, ahead_tokens=self._ahead_tokens)
+            return wire.EngineStatus(stats=stats)
         return None
 
     async def _deliver(self, message: wire.EngineToBuffer) -> None:

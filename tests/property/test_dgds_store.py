@@ -143,10 +143,13 @@ MEMORY_TOKENS = 4 * OVERHEAD_TOKENS + 8
 
 
 class NaiveMemory:
-    """Prompts in the order of their last use, with the streams of the group that was remembered last."""
+    """Prompts in the order of their last use, with the streams of the group that was remembered last.
+
+    Behind those of a group that was cut short are those of the last one that was not, which is `whole`.
+    """
 
     def __init__(self):
-        self.prompts = {}
+        self.prompts, self.whole = {}, {}
 
     def get(self, prompt):
         if prompt not in self.prompts:
@@ -155,10 +158,13 @@ class NaiveMemory:
         return self.prompts[prompt]
 
     def put(self, prompt, streams):
-        if not streams or self.prompts.get(prompt) == streams or charge(streams) > MEMORY_TOKENS:
+        whole = self.whole.get(prompt, []) if prompt in self.prompts else []
+        short = 2 * sum(map(len, streams)) < sum(map(len, whole))
+        both = streams + whole if short else streams
+        if not streams or self.prompts.get(prompt) == both or charge(both) > MEMORY_TOKENS:
             return
         self.prompts.pop(prompt, None)
-        self.prompts[prompt] = streams
+        self.prompts[prompt], self.whole[prompt] = both, whole if short else streams
         while sum(map(charge, self.prompts.values())) > MEMORY_TOKENS:
             del self.prompts[next(iter(self.prompts))]
 

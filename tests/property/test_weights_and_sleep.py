@@ -5,7 +5,8 @@ obey in order, and lose their weights in sleep of level 2. A second machine that
 a snapshot now and then, answers the same. None is told to load while its weights sleep or are about to; none
 that sleeps, or has other weights than the live ones, is given work; in the end each one that lives has the live
 weights, and is in the state that was asked for last. Weights in place are loaded only by engines that the trainer
-hears of, and once; who has none of them waits for the next update.
+hears of, and once; who has none of them waits for the next update. Prompts run ahead now and then: never on an
+engine that has a request, a load or sleep before it, and the machines, as those of the second one, know nothing of it.
 """
 
 from collections import deque
@@ -47,7 +48,9 @@ KINDS = (
     "answer",
     "fail",
     "submit",
+    "name next",
     "work",
+    "work ahead",
     "tick",
     "restore",
 )
@@ -86,6 +89,7 @@ class World:
         self.time = 0.0
         self.engines: dict[str, Engine] = {}
         self.chunks: dict[str, tuple[str, wire.RunChunk]] = {}
+        self.ahead: dict[str, tuple[str, wire.RunChunk]] = {}
         self.answers: list[object] = []
         self.submitted = self.joined = self.asked = 0
         self.receivers: set[tuple[str, str]] = set()
@@ -120,6 +124,9 @@ class World:
 
     def engine(self, name, message):
         engine = self.engines[name]
+        if isinstance(message, wire.LoadWeights | wire.PrepareWeights | wire.Sleep):
+            held = self.machine.registry.holding
+            assert not (held and self.ahead), "an update, or sleep, would wait for what runs ahead"
         match message:
             case wire.LoadWeights():
                 assert engine.will_be is not SleepState.ASLEEP, f"{message} to one that sleeps"
@@ -136,8 +143,19 @@ class World:
             case wire.Sleep():
                 assert name not in self.weights.loading
                 engine.orders.append(message)
+            case wire.DropChunk() if message.request_id in self.ahead:
+                at, chunk = self.ahead.pop(message.request_id)
+                assert (at, chunk.attempt) == (name, message.attempt)
+            case wire.RunChunk(ahead=True):
+                assert not engine.state
+                assert not engine.orders
+                assert engine.version == self.weights.live.version
+                assert name not in {at for at, _ in self.chunks.values()}, "a request runs there"
+                assert message.request_id not in self.ahead, "once"
+                self.ahead[message.request_id] = name, message
             case wire.RunChunk():
                 assert not engine.state
+                assert name not in {at for at, _ in self.ahead.values()}, "it would wait for what runs ahead"
                 assert all(isinstance(order, wire.PrepareWeights) for order in engine.orders)
                 assert engine.version == self.weights.live.version
                 self.chunks[message.request_id] = name, message
@@ -166,8 +184,10 @@ class World:
                 self.obey(name, engine, "broken" if kind == "fail" else "")
             case "submit" if self.submitted < 5:
                 self.submit()
-            case "work":
-                self.work()
+            case "name next":
+                self.name_next(number)
+            case "work" | "work ahead":
+                self.work() if kind == "work" else self.work_ahead()
             case "tick":
                 self.time += number
                 self.conductor.tick()
@@ -178,6 +198,7 @@ class World:
         if self.engines.pop(name, None) is not None:
             self.loads_in_place = {load for load in self.loads_in_place if load[0] != name}
             self.chunks = {key: (at, chunk) for key, (at, chunk) in self.chunks.items() if at != name}
+            self.ahead = {key: (at, chunk) for key, (at, chunk) in self.ahead.items() if at != name}
             if say:
                 self.conductor.give_up([name], "a test says so")
 
@@ -207,6 +228,22 @@ class World:
         )  # fmt: skip
         event = events.GroupsSubmitted("t", rollout, 1, 8, [events.GroupSpec("p", 5)])
         self.conductor.apply(event, Submitted("t", submit, submissions.prompts(submit)))
+
+    def name_next(self, number):
+        asked = wire.NextPrompts(
+            rollout_id=f"n{number % 2}", rollout_number=0, seed=0, n=number + 1, sampling=SamplingParams(max_tokens=80),
+            prompt_ids=["p"], lengths=[5], tokens=PROMPT,
+        )  # fmt: skip
+        trainer = "tu"[number % 2]
+        self.conductor.name_next(trainer, trainer.encode(), asked, submissions.prompts(asked))
+
+    def work_ahead(self):
+        for key, (name, chunk) in list(self.ahead.items()):
+            if key in self.ahead:
+                del self.ahead[key]
+                assert self.conductor.ended_ahead(
+                    name, orders.ended(name, key, chunk.attempt, 1, "stop").result
+                )
 
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):
@@ -247,6 +284,8 @@ def register(engine):
 @example([("join", "a", 6), ("submit", "a", 0), ("join asleep", "b", 6), ("submit", "a", 0)])
 @example([("join", "a", 3), ("sleep 2", "a", 0), ("answer", "a", 0), ("wake", "a", 0), ("answer", "a", 0)])
 @example([("join", "a", 6), ("sleep 2", "a", 0), ("answer", "a", 0), ("wake weights", "a", 0)])
+@example([("join", "a", 3), ("name next", "a", 1), ("tick", "a", 1), ("submit", "a", 0)])
+@example([("join", "a", 3), ("submit", "a", 0), ("name next", "a", 1), ("tick", "a", 1), ("work", "a", 0)])
 @example(
     [  # what came in place is dropped, and the next comes while KV sleeps
         ("join", "a", 3), ("update in place", "a", 5), ("answer", "a", 0), ("answer", "a", 0), ("sleep 2", "a", 0),

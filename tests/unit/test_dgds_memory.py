@@ -82,8 +82,27 @@ def test_what_is_remembered_comes_in_parts_once_and_again_when_it_changed(store)
     assert read(store, have=have, most=3) == {0: [9], MAX_GROUP_SIZE: list(range(10))}
     assert read(store, have=have) == {}
     store.expire(NOW)  # nothing is over
+    assert store.append(LATER, 0, 1, 1, packed(*range(5)), NOW) is None
     store.remember_all()  # the later group's streams are now those of the prompt
-    assert read(store, have=have) == {MAX_GROUP_SIZE: [9]}
+    assert read(store, have=have)[MAX_GROUP_SIZE] == [9, *range(5)]
+
+
+def test_a_group_that_was_cut_short_stands_before_the_last_whole_one(memory):
+    whole, short, shorter = packed(*range(10)), packed(7, 8), packed(9)
+    for revision, (streams, kept) in enumerate([
+        ([whole], (whole,)), ([short, shorter], (short, shorter, whole)), ([shorter], (shorter, whole)),
+        ([shorter], (shorter, whole)), ([packed(*range(5))], (packed(*range(5)),)), ([short], (short, packed(*range(5)))),
+    ]):  # fmt: skip
+        memory.put(PROMPT, streams, revision)
+        assert memory.get(PROMPT).streams == kept
+        assert memory.held == memory.get(PROMPT).size
+    assert memory.get(PROMPT).revision == 5
+    memory.put(PROMPT, [packed(1)] * MAX_GROUP_SIZE, 6)
+    assert memory.get(PROMPT).revision == 5, "it has no room"
+    large = PastGroups(max_tokens=10**7)
+    large.put(PROMPT, [packed(*range(10_000))], 1)
+    large.put(PROMPT, [packed(1)] * MAX_GROUP_SIZE, 2)
+    assert len(large.get(PROMPT).streams) == MAX_GROUP_SIZE, "readers count no further"
 
 
 def test_remembering_the_same_again_changes_nothing_for_readers(store, memory):

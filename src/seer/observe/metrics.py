@@ -65,6 +65,7 @@ ENGINE = (
     Row("seer_engine_pool_away", "stats.pool_away", "1 while the KV pool is not used after failures."),
     Row("seer_engine_restarts_total", "restarts", "Starts after the first."),
     Row("seer_engine_tokens_total", "stats.generated_tokens", "Generated tokens."),
+    Row("seer_engine_ahead_tokens_total", "stats.ahead_tokens", "Of these, for coming submissions' drafts."),
     Row("seer_engine_prompt_tokens_total", "stats.prompt_tokens", "Prompt tokens."),
     Row("seer_engine_prompt_tokens_cached_total", "stats.cached_tokens", "Those that were not computed."),
     Row("seer_engine_prompt_tokens_pool_total", "stats.pool_tokens", "Of these, from the KV pool."),

@@ -1,0 +1,228 @@
+"""Run-ahead: prompts that trainers will submit next, generated on idle engines for the sake of their drafts.
+
+What engines generate goes to the dgds, which remembers it for the prompt's next group. Here it is dropped.
+An instance runs chunks of requests or of run-ahead, never both; the machines do not know of run-ahead.
+
+Invariants (test_run_ahead.py of tests/unit and tests/cluster, tests/property/test_weights_and_sleep.py):
+- run-ahead begins only on an instance that runs nothing else, while no request waits, no group is held, no
+  trajectory is away, and nothing is held back by an update, sleep, or the end of the buffer;
+- the order to drop it goes out before any other order that follows from the same event to the instance, and
+  before all others where its trainer submits or is lost, an engine that runs some is lost, or submissions are
+  held;
+- each response runs once, under a name that no request has; its tokens are neither stored nor sent, and no
+  estimate, count or time of a request depends on it. A buffer that restarts has forgotten all of it;
+- memory is bounded: responses that wait are at most `max_requests` of a trainer, `ALL` times that of all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from seer.common import ids, wire
+from seer.common.errors import InvalidField
+from seer.common.policy.fleet import Fleet, InstanceView
+from seer.services.buffer.buffer_machine import Event, Instruction
+from seer.services.buffer.events import Joined, Left
+from seer.services.buffer.requests import events
+from seer.services.buffer.requests.admission import never_fits
+from seer.services.buffer.requests.holdings import ALL
+from seer.services.buffer.requests.instructions import Dispatch
+from seer.services.buffer.requests.request_machine import RequestMachine
+from seer.services.buffer.response_store import SubmittedPrompt
+from seer.services.buffer.rollout_ids import SEPARATOR
+
+Order = tuple[str, wire.RunChunk | wire.DropChunk]
+"""An instance, and what it is to do."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a trainer named last; `waiting`: group, prompt and index of each response that did not begin."""
+
+    address: bytes
+    rollout_id: str
+    waiting: deque[tuple[str, SubmittedPrompt, int]] = field(default_factory=deque)
+    running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    trainer: str
+    attempt: int
+    blocks: int
+
+
+class RunAhead:
+    """See the module's docstring. Call `take` after every other method, and send what it returns."""
+
+    def __init__(self, requests: RequestMachine) -> None:
+        self._requests, self._registry = requests, requests.registry
+        self._number = requests._attempt  # no other incarnation of the buffer has numbers near
+        self._works: dict[str, _Work] = {}  # by trainer
+        self._running: dict[str, dict[str, _Run]] = {}  # by instance and request id
+        self._fleet = Fleet()  # the instances that run some, with what it has there
+        self._orders: list[Order] = []
+
+    @property
+    def addresses(self) -> set[bytes]:
+        """The incarnations of trainers whose prompts these are."""
+        return {work.address for work in self._works.values()}
+
+    def take(self) -> Sequence[Order]:
+        """Return the orders that are due, in order."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def name(
+        self, trainer: str, address: bytes, asked: wire.NextPrompts, prompts: Mapping[str, SubmittedPrompt]
+    ) -> None:
+        """Take prompts, in place of those of another rollout id. Raises `InvalidField`, and takes none."""
+        known = self._works.get(trainer)
+        if known is not None and (known.rollout_id, known.address) != (asked.rollout_id, address):
+            known = None
+        self._check(trainer, asked, prompts, len(known.waiting) if known else 0)
+        if known is None:
+            self._end([trainer])
+            known = self._works[trainer] = _Work(address, asked.rollout_id)
+        self._number += 1
+        rollout = f"{SEPARATOR}{self._number}"  # no id of a trainer's begins like that
+        groups = [(ids.group_id(rollout, name), prompt) for name, prompt in prompts.items()]
+        known.waiting.extend((*group, index) for index in range(asked.n) for group in groups)
+
+    def _check(
+        self, trainer: str, asked: wire.NextPrompts, prompts: Mapping[str, SubmittedPrompt], known: int
+    ) -> None:
+        if any((asked.images, asked.turns, asked.sessions, asked.groups)):
+            fix = "run-ahead takes prompts of text, each a group of its own: name those alone"
+            raise InvalidField("prompts", len(prompts), fix)
+        most, count = self._requests.limits.max_requests, known + asked.n * len(prompts)
+        others = sum(len(work.waiting) for name, work in self._works.items() if name != trainer)
+        if count > most or others + count > ALL * most:
+            fix = f"run-ahead takes at most {most} responses of a trainer, {ALL * most} of all: name fewer"
+            raise InvalidField("prompts", count, f"{fix}, or raise buffer.max_requests")
+        longest = max((len(each.tokens) for each in prompts.values()), default=1)
+        if self._requests.instances and (
+            problem := never_fits(self._requests.instances, longest, asked.sampling.max_tokens)
+        ):
+            raise InvalidField("prompts", longest, problem)
+
+    # --- the end of it ---------------------------------------------------------------------
+
+    def before(self, event: Event, out: Iterable[Instruction]) -> None:
+        """End what an event ends, before the instructions that the machines answered it with."""
+        if not self._works:
+            return  # then nothing runs either
+        self._end(self._ended_by(event))
+        for item in out:
+            if isinstance(item, Dispatch) and item.instance in self._running:
+                self._clear(item.instance)
+
+    def _ended_by(self, event: Event) -> list[str]:
+        """Return the trainers whose run-ahead ends."""
+        lost: Sequence[str] = ()
+        match event:
+            case events.GroupsSubmitted(trainer) if trainer in self._works:
+                return [trainer]
+            case events.TrainerLost(address):
+                return [name for name, work in self._works.items() if work.address == address]
+            case Joined(instance):
+                lost = [instance]
+            case Left(instances):
+                lost = instances
+        # An engine may be lost by what it ran: that is not tried on another.
+        held = self._registry.holding or self._registry.draining
+        return list(self._works) if held or any(name in self._running for name in lost) else []
+
+    def _end(self, trainers: Iterable[str]) -> None:
+        """Forget what these trainers named, and drop what runs of it."""
+        ended = {trainer for trainer in trainers if self._works.pop(trainer, None) is not None}
+        for instance in list(self._running) if ended else ():
+            self._clear(instance, ended)
+
+    def _clear(self, instance: str, trainers: Iterable[str] | None = None) -> None:
+        """Drop what runs on an instance, of these trainers or of all."""
+        for request_id, run in list(self._running[instance].items()):
+            if trainers is None or run.trainer in trainers:
+                self._orders.append((instance, wire.DropChunk(request_id=request_id, attempt=run.attempt)))
+                self._release(instance, request_id)
+
+    def _release(self, instance: str, request_id: str) -> None:
+        run = self._running[instance].pop(request_id)
+        self._fleet.release(instance, run.blocks, request_id)
+        if not self._running[instance]:
+            del self._running[instance]
+            self._fleet.remove(instance)
+        if (work := self._works.get(run.trainer)) is not None:
+            work.running -= 1
+            if not (work.waiting or work.running):
+                del self._works[run.trainer]
+
+    def ended(self, instance: str, request_id: str, attempt: int) -> bool:
+        """Take the end of a chunk, and begin the next one there; return whether it is one of run-ahead."""
+        run = self._running.get(instance, {}).get(request_id)
+        if run is None or run.attempt != attempt:
+            return False
+        self._release(instance, request_id)
+        self.fill([instance])
+        return True
+
+    # --- its beginning -----------------------------------------------------------------------
+
+    def fill(self, instances: Iterable[str]) -> None:
+        """Begin responses on those of these instances that run no request's chunk, while there is room."""
+        registry = self._registry
+        if not self._works or registry.holding or registry.draining:
+            return
+        if self._requests.waiting or registry.held or registry.trajectories.away:
+            return
+        for name in instances:
+            view = self._requests.instances.get(name)
+            if view is not None and not (view.chunks or view.closed):
+                self._fill(view)
+
+    def _fill(self, idle: InstanceView) -> None:
+        name = idle.name
+        if name in self._fleet:
+            self._fleet.pin(name, idle.pinned_blocks)
+        for trainer, work in self._works.items():
+            while work.waiting:
+                group_id, prompt, index = work.waiting[0]
+                here = InstanceView(name, idle.capacity, pinned_blocks=idle.pinned_blocks)
+                here = self._fleet.get(name, here)
+                if not here.has_room(len(prompt.tokens), prompt.sampling.max_tokens):
+                    return
+                if name not in self._fleet:
+                    self._fleet.add(here)
+                work.waiting.popleft()
+                work.running += 1
+                self._begin(name, trainer, ids.request_id(group_id, index), group_id, prompt, index)
+
+    def _begin(
+        self, name: str, trainer: str, request_id: str, group_id: str, prompt: SubmittedPrompt, index: int
+    ) -> None:
+        self._number += 1
+        most = prompt.sampling.max_tokens
+        blocks = self._fleet[name].capacity.blocks_for(len(prompt.tokens), most)
+        self._fleet.reserve(name, blocks, request_id)
+        self._running.setdefault(name, {})[request_id] = _Run(trainer, self._number, blocks)
+        sampling = replace(  # what comes beside tokens changes none
+            prompt.sampling, top_logprobs=None, prompt_logprobs=None, routed_experts_from=None, receipt=UNSET
+        )
+        chunk = wire.RunChunk(
+            request_id=request_id,
+            group_id=group_id,
+            attempt=self._number,
+            key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, index),
+            prompt_len=len(prompt.tokens),
+            max_new_tokens=most,
+            sampling=sampling,
+            tokens=prompt.tokens,
+            wait_for_room=self._requests.policy.admission,
+            ahead=True,
+        )
+        self._orders.append((name, chunk))
