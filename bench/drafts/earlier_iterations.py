@@ -1,15 +1,17 @@
-"""What earlier iterations' tokens gain as drafts: `dgds.remember_tokens` against none, over an RL run.
+"""What earlier iterations' tokens gain as drafts, and those of run-ahead beside, over an RL run.
 
     python bench/drafts/earlier_iterations.py --iterations 12
     python bench/drafts/earlier_iterations.py --iterations 8 --weight 30
+    python bench/drafts/earlier_iterations.py --iterations 6 --pool 144    # no prompt comes again
 
 A GRPO run (examples/grpo) whose prompts come again: each iteration takes the next part of a fixed set, so a
-prompt has been rolled out `--pool / --prompts` iterations earlier, by weights that have learnt since. Two
-systems are up, one that remembers; both get every iteration's weights and prompts in turns, and must give the
-same tokens. The learner trains on them. With `--weight` engines get the weights padded with zeros, which
-generate the same (examples/countdown/heavier.py). Prints JSON: of the iterations whose prompts came before,
-the geometric mean of the ratios of tokens/s and the ends of its 95 % interval, acceptance lengths, and what
-the dgds remembers.
+prompt has been rolled out `--pool / --prompts` iterations earlier, by weights that have learnt since. Three
+systems are up: one with `dgds.remember_tokens`, one that runs ahead besides, one with neither. All get every
+iteration's weights and prompts in turns, and must give the same tokens. The learner trains on them. Run-ahead
+has the rollout's tail and `--idle` seconds after it, as while a trainer trains. With `--weight` engines get
+the weights padded with zeros, which generate the same (examples/countdown/heavier.py). Prints JSON: of the
+iterations but the first whose prompts came before, or of all but the first if none did, the geometric mean of
+the ratios of tokens/s and the ends of its 95 % interval, acceptance lengths, and tokens generated ahead.
 """
 
 from __future__ import annotations
@@ -43,50 +45,59 @@ from seer.common.config import load
 from seer.local.system import LocalSystem
 from seer.services.engine.server import STATUS_SECONDS
 
-SIDES = {"none": 0, "remembered": 50_000_000}
+SIDES = {"none": 0, "remembered": 50_000_000, "ahead": 50_000_000}
 """Values of `dgds.remember_tokens`."""
 
 LEARNING_RATE = 4e-4
 
 
 class Side:
-    """One system, with or without memory of earlier groups."""
+    """One system, with or without memory of earlier groups; it runs `ahead` or does not."""
 
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
+    def __init__(self, client: RolloutClient, *, ahead: bool) -> None:
+        self._client, self._ahead = client, ahead
 
     async def roll(
-        self, version: int, weights: Path, prompts: list[Prompt], options: argparse.Namespace
-    ) -> tuple[list[Scored], dict[str, Any]]:
+        self, version: int, weights: Path, prompts: list[Prompt], coming: list[Prompt],
+        options: argparse.Namespace,
+    ) -> tuple[list[Scored], dict[str, Any]]:  # fmt: skip
         """Load weights, then roll out; return scored groups, and figures of the rollout."""
+        asked: dict[str, Any] = {
+            "n": options.n, "sampling": SamplingParams(max_tokens=options.max_tokens), "seed": options.seed,
+        }  # fmt: skip
         await self._client.update_weights(version, str(weights))
-        before, begun = await self._drafts(), time.perf_counter()
-        rollout = await self._client.submit(
-            prompts, n=options.n, sampling=SamplingParams(max_tokens=options.max_tokens),
-            seed=options.seed, rollout_number=version,
-        )  # fmt: skip
+        (*before, had), begun = await self._figures(), time.perf_counter()
+        rollout = await self._client.submit(prompts, rollout_number=version, **asked)
+        if self._ahead:
+            await self._client.next_prompts(coming, rollout_number=version + 1, **asked)
         async with Scores(rollout, per_response(reward)) as scores:
             scored = await scores.result()
         seconds = time.perf_counter() - begun
         drafted, accepted, verified = (
-            now - then for now, then in zip(await self._drafts(), before, strict=True)
+            now - then for now, then in zip((await self._figures())[:3], before, strict=True)
         )
+        if self._ahead:
+            await asyncio.sleep(options.idle)
+            await (await self._client.submit([[1]], n=1, sampling=SamplingParams(max_tokens=1))).result()
         responses = [response.token_ids.tolist() for each in scored for response in each.group.responses]
         return scored, {
             "tokens_per_s": sum(map(len, responses)) / seconds,
             "acceptance_length": 1 + accepted / max(1, verified),
             "drafted": drafted,
+            "seconds": seconds,
+            "ahead_tokens": (await self._figures())[3] - had,
             "reward": statistics.fmean(value for each in scored for value in each.rewards),
             "digest": hashlib.blake2b(json.dumps(responses).encode(), digest_size=8).hexdigest(),
         }
 
-    async def _drafts(self) -> tuple[int, int, int]:
+    async def _figures(self) -> tuple[int, int, int, int]:
         await asyncio.sleep(1.5 * STATUS_SECONDS)
         stats = [each.stats for each in (await self._client.status()).instances]
         return (
             sum(each.drafted_tokens for each in stats),
             sum(each.accepted_tokens for each in stats),
             sum(each.verifications for each in stats),
+            sum(each.ahead_tokens for each in stats),
         )
 
 
@@ -104,7 +115,7 @@ async def sides_of(
         ])  # fmt: skip
         system = await stack.enter_async_context(LocalSystem(config, options.instances))
         client = RolloutClient(system.endpoint, tokenizer=str(EXAMPLE / "model"))
-        sides[name] = Side(await stack.enter_async_context(client))
+        sides[name] = Side(await stack.enter_async_context(client), ahead=name == "ahead")
     return sides
 
 
@@ -119,14 +130,15 @@ async def measure(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]
         sides = await sides_of(stack, weights_of(learner, folder / "0", options.weight), options)
         for number in range(options.iterations):
             weights = weights_of(learner, folder / str(number), options.weight)
-            begin = number * options.prompts % options.pool
+            begin, after = (each * options.prompts % options.pool for each in (number, number + 1))
             names = list(sides)[:: -1 if number % 2 else 1]
             scored: Sequence[Scored] = []
             turns.append({})
             for name in names:
                 scored, turns[-1][name] = await sides[name].roll(
-                    number + 1, weights, pool[begin : begin + options.prompts], options
-                )
+                    number + 1, weights, pool[begin : begin + options.prompts],
+                    pool[after : after + options.prompts], options,
+                )  # fmt: skip
             if len({run["digest"] for run in turns[-1].values()}) != 1:
                 raise SystemExit(f"iteration {number}: tokens differ")
             print(number, {name: round(run["tokens_per_s"]) for name, run in turns[-1].items()},
@@ -144,20 +156,24 @@ def weights_of(learner: Learner, folder: Path, weight: float) -> Path:
 
 
 def report_of(turns: list[dict[str, dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the iterations whose prompts came before."""
-    again = turns[options.pool // options.prompts :]
+    """Return the figures of the iterations whose prompts came before, or of all but the first."""
+    known = turns[options.pool // options.prompts :]
+    again = known or turns[1:]
     return {
         "machine": machine("torch", "vllm"),
         "weight": options.weight,
         "iterations": len(turns),
-        "of them with known prompts": len(again),
-        "remembered_over_none": ratio(
-            [turn["remembered"]["tokens_per_s"] / turn["none"]["tokens_per_s"] for turn in again]
-        ),
+        "of them with known prompts": len(known),
+        **{
+            f"{one}_over_{other}": ratio(
+                [turn[one]["tokens_per_s"] / turn[other]["tokens_per_s"] for turn in again]
+            )
+            for one, other in (("remembered", "none"), ("ahead", "none"), ("ahead", "remembered"))
+        },
         **{
             name: {
                 key: round(statistics.median(turn[name][key] for turn in again), 3)
-                for key in ("tokens_per_s", "acceptance_length", "drafted")
+                for key in ("tokens_per_s", "seconds", "acceptance_length", "drafted", "ahead_tokens")
             }
             for name in SIDES
         },
@@ -177,6 +193,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=64, help="responses at once in an engine")
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--weight", type=float, default=1)
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds of run-ahead after a rollout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], dest="sets", help="a setting for both systems")
     options = parser.parse_args()

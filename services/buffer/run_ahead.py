@@ -36,6 +36,9 @@ from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.response_store import SubmittedPrompt
 from seer.services.buffer.rollout_ids import SEPARATOR
 
+MAX_PROMPT_ID = wire.MAX_ID - 32
+"""Characters of a prompt's id: a request's id has the number of the naming, and an index, besides."""
+
 Order = tuple[str, wire.RunChunk | wire.DropChunk]
 """An instance, and what it is to do."""
 
@@ -105,6 +108,9 @@ class RunAhead:
         if count > most or others + count > ALL * most:
             fix = f"run-ahead takes at most {most} responses of a trainer, {ALL * most} of all: name fewer"
             raise InvalidField("prompts", count, f"{fix}, or raise buffer.max_requests")
+        name = max(prompts, key=len, default="")
+        if len(name) > MAX_PROMPT_ID:
+            raise InvalidField("prompt_ids", name, f"give at most {MAX_PROMPT_ID} characters")
         longest = max((len(each.tokens) for each in prompts.values()), default=1)
         if self._requests.instances and (
             problem := never_fits(self._requests.instances, longest, asked.sampling.max_tokens)

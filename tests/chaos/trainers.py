@@ -8,6 +8,7 @@ trainer's own plan, or the state of the world, makes legitimate; every other fai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
 from collections import Counter
@@ -310,6 +311,12 @@ class Trainer:
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
         await client.report_mismatch([TOLD], [TOLD.logprobs])
+        if not step.images:
+            with contextlib.suppress(Unreachable):  # nothing depends on it
+                await client.next_prompts(
+                    prompts, n=step.n, sampling=SamplingParams(max_tokens=step.max_tokens), seed=step.seed,
+                    rollout_number=step.number + 1, timeout_seconds=RETRY_SECONDS,
+                )  # fmt: skip
         return rollout
 
     async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:

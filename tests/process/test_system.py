@@ -297,3 +297,40 @@ async def test_a_system_that_fails_ends_though_work_is_open(folder: Path) -> Non
                 raise ZeroDivisionError
     assert not [line for line in said if "did not end" in line], said
     assert FAILED_SECONDS > SAME_SECONDS
+
+
+async def test_what_runs_ahead_changes_no_token_and_ends_when_requests_or_weights_come(folder: Path) -> None:
+    config = load(None, {}, ["engine.backend=replay", "engine.replay.mean_tokens=200", SLOW[1]])
+    assert isinstance(config, Config)
+    sampling = SamplingParams(max_tokens=300)
+    coming = [[1, 2], [3], [4]]
+    found = []
+    async with LocalSystem(config, 2) as system, RolloutClient(system.endpoint) as client:
+
+        async def ahead() -> tuple[int, int]:
+            """Return the tokens generated ahead so far, and those of requests."""
+            await asyncio.sleep(2.5)  # engines tell every second
+            status = await client.status()
+            return sum(each.stats.ahead_tokens for each in status.instances), status.counters["tokens"]
+
+        for named in (False, True):
+            for number, prompts in enumerate(([[5]], coming)):
+                rollout = await client.submit(
+                    prompts, n=4, sampling=sampling, rollout_number=number, repeat=True
+                )
+                if named:
+                    await client.next_prompts([[1] * 9, *coming], n=4, sampling=sampling, rollout_number=1)
+                groups = await rollout.result()
+                found.append([each.token_ids.tolist() for group in groups for each in group.responses])
+                if named:
+                    before = await ahead()
+                    assert before[0] > 0
+                    assert before[1] == sum(len(tokens) for turn in found for tokens in turn)
+        await client.next_prompts(coming, n=4, sampling=SamplingParams(max_tokens=100_000, ignore_eos=True))
+        assert (await ahead())[0] > before[0]
+        begun = time.monotonic()
+        await client.sleep()
+        assert time.monotonic() - begun < 20, "some would have run for half an hour"
+        slept = await ahead()
+        assert await ahead() == slept
+    assert found[:2] == found[2:]

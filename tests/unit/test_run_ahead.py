@@ -213,6 +213,8 @@ def test_what_cannot_run_ahead_is_refused_and_leaves_what_was_named(world):
         with pytest.raises(InvalidField, match=why):
             world.name("q", **{"rollout": "other"} | fields)
         assert [len(work.waiting) for work in world.ahead._works.values()] == [1]
+    with pytest.raises(InvalidField, match="prompt_ids"):
+        world.name("p" * (wire.MAX_ID - 10))
     for number in range(4):
         world.name("p", trainer=f"t{number}", n=3)
     with pytest.raises(InvalidField, match="prompts = 4"):
