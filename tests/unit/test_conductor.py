@@ -518,3 +518,20 @@ def test_a_buffer_warns_of_prompts_that_fail_and_not_of_those_that_are_cancelled
     with structlog.testing.capture_logs() as logs:
         world.conductor.tick()
     assert [(each["event"], each["log_level"]) for each in logs] == [("prompts cancelled", "info")]
+
+
+def test_prompts_of_a_trainer_that_gives_no_sign_of_life_run_ahead_no_longer():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    asked = wire.NextPrompts(
+        rollout_id="n", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8), prompt_ids=["p"],
+        lengths=[5], tokens=PROMPT,
+    )  # fmt: skip
+    world.conductor.received_from_trainer(b"t", 1)
+    world.conductor.name_next("t", b"t", asked, submissions.prompts(asked))
+    world.tick_until(59.0, heard=["a"])
+    [(name, chunk)] = world.take(wire.RunChunk)
+    assert (name, chunk.ahead) == ("a", True)
+    world.tick_until(70.0, heard=["a"])
+    [(name, drop)] = world.take(wire.DropChunk)
+    assert (name, drop.request_id, drop.attempt) == ("a", chunk.request_id, chunk.attempt)
