@@ -28,7 +28,7 @@ from seer.client.results import Group, Response
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
 from seer.client.weight_update import Source
-from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
+from seer.common.errors import DeadlineExceeded, RequestRefused, RolloutCancelled, SeerError, Unreachable
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.services.buffer.requests.engine_deaths import RETURN_SECONDS
 
@@ -312,7 +312,7 @@ class Trainer:
         rollout.weight_version = self.asked[place]
         await client.report_mismatch([TOLD], [TOLD.logprobs])
         if not step.images:
-            with contextlib.suppress(Unreachable):  # nothing depends on it
+            with contextlib.suppress(Unreachable, RequestRefused):  # as of too many: nothing depends on it
                 await client.next_prompts(
                     prompts, n=step.n, sampling=SamplingParams(max_tokens=step.max_tokens), seed=step.seed,
                     rollout_number=step.number + 1, timeout_seconds=RETRY_SECONDS,
