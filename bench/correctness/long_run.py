@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write what was measured as JSON")
     args = parser.parse_args()
     warm_up = 60 * (args.minutes / 12 if args.warm_up is None else args.warm_up)
-    bounds = {"rss_mib": args.mib, "pss_mib": args.mib, "files": args.files, "threads": args.threads}
+    bounds = {"mib": args.mib, "files": args.files, "threads": args.threads}
     seen = asyncio.run(run(args))
     if args.samples:
         samples = {name: [asdict(each) for each in of.samples] for name, of in seen.items()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ LAG_WINDOW_SECONDS = 60.0
 
 IMAGE_BYTES = 2**26
 """Bound on images in a buffer's folder and in an engine's memory: soon reached, so that what grows on is seen."""
+
+KERNELS = "64"
+"""Kernels that oneDNN keeps in an engine, of up to 0.5 MiB each; 1,024 by default, which takes hours."""
 
 LONG_STOPS = 0.05
 """Share of the stops that last past silence and heartbeats."""
@@ -91,12 +95,18 @@ class Long:
             engine = replace(engine, max_num_seqs=64, max_model_len=512)
             config = replace(config, pool=replace(config.pool, kind="mooncake", dram_gib=0.2))
         config = replace(config, engine=engine)
-        self.system = System(config, model=model, tcp=model is None, trainers=(*TRAINERS, OBSERVER))
+        self.system = System(
+            config,
+            model=model,
+            tcp=model is None,
+            trainers=(*TRAINERS, OBSERVER),
+            environ={"ONEDNN_PRIMITIVE_CACHE_CAPACITY": KERNELS},
+        )
         at = {name: str(self.system.folder / name) for name in ("log", "spool", "images")}
         buffer = replace(self.system.config.buffer, image_bytes=IMAGE_BYTES, **at)
         self.system.config = replace(self.system.config, buffer=buffer)
         self.seen = Seen(Outcome(seed))
-        self._version, self._began = 0, 0.0
+        self._version, self._began, self._said = 0, 0.0, 0
         self._killed: dict[str, float] = {}
 
     async def run(self) -> Seen:
@@ -160,6 +170,14 @@ class Long:
                 _end_with(asked, roll)
             await asyncio.to_thread(roll.judge, self.seen.outcome, self._judge)
             self.seen.outcome.problems += self.system.leaks() if name == TRAINERS[0] else []
+            self._say()
+
+    def _say(self) -> None:
+        """Print the problems that are new: the run goes on for hours."""
+        problems = self.seen.outcome.problems
+        for problem in problems[self._said :]:
+            print(f"{self.name}, after {_now() - self._began:.0f} s: {problem}", file=sys.stderr, flush=True)
+        self._said = len(problems)
 
     def _job(self, name: str, turns: int = 0) -> Job:
         pace = self._pace

@@ -2,7 +2,9 @@
 
 Invariants:
 - a slope is Theil and Sen's: the median of the slopes of all pairs, so that single samples count little;
-- pairs are of one life of one process; what grows from life to life has a slope of its own;
+- pairs are of one half of a life of one process, and the slope is the lower one of both halves': what grows
+  once, as a thread that is first needed late, does not grow on;
+- what grows from life to life has a slope of its own;
 - a life too short to say anything has no slope.
 """
 
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-WHAT = ("rss_mib", "pss_mib", "files", "threads")
+WHAT = ("mib", "files", "threads")
 
 LEAST_SAMPLES, LEAST_LIVES = 12, 4
 """Of a life, and of a role, for a slope."""
@@ -28,14 +30,17 @@ MOST_SAMPLES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process, in a role, held at a time in seconds; `born`: the kernel's ticks, so no pid is two lives."""
+    """What a process, in a role, held at a time in seconds; `born`: the kernel's ticks, so no pid is two lives.
+
+    `mib` is memory that the kernel cannot take back: anonymous and shared memory. Pages of files, such as those
+    of libraries, come as they are used and go with other programs' need.
+    """
 
     at: float
     role: str
     pid: int
     born: int
-    rss_mib: float
-    pss_mib: float
+    mib: float
     files: int
     threads: int
 
@@ -74,13 +79,11 @@ def _command(pid: int) -> str:
 
 def _measure(at: float, role: str, pid: int) -> Sample:
     here = Path(f"/proc/{pid}")
-    status, rollup = (here / "status").read_text(), (here / "smaps_rollup").read_text()
     born = int((here / "stat").read_text().rpartition(")")[2].split()[19])
-    kib = int(status.partition("VmRSS:")[2].split()[0]), int(rollup.partition("\nPss:")[2].split()[0])
-    threads = int(status.partition("Threads:")[2].split()[0])
-    return Sample(
-        at, role, pid, born, kib[0] / 1024, kib[1] / 1024, sum(1 for _ in (here / "fd").iterdir()), threads
-    )
+    status = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines())
+    kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    files = sum(1 for _ in (here / "fd").iterdir())
+    return Sample(at, role, pid, born, kib / 1024, files, int(status["Threads"]))
 
 
 def folder_mib(folder: Path) -> float:
@@ -102,6 +105,16 @@ def per_hour(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
         slopes.append((values[second] - values[first]) / (at[second] - at[first]))
     together = np.concatenate(slopes) if slopes else np.empty(0)
     return round(float(np.median(together)) * 3600, 3) if together.size else None
+
+
+def _lasting(series: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Return the lower slope of both halves."""
+    halves = [
+        [points[: len(points) // 2] for points in series],
+        [points[len(points) // 2 :] for points in series],
+    ]
+    slopes = [per_hour(half) for half in halves]
+    return min((slope for slope in slopes if slope is not None), default=None)
 
 
 def lives(samples: Iterable[Sample], warm_up: float) -> list[Life]:
@@ -134,8 +147,8 @@ def _held(own: Sequence[Life]) -> dict[str, object]:
                    for life, points in zip(own, within, strict=True)]  # fmt: skip
         found[what] = {
             "last": round(within[-1][-1][1], 1),
-            "per_hour": per_hour(within),
-            "each_life": [per_hour([points]) for points in within],
+            "per_hour": _lasting(within),
+            "each_life": [_lasting([points]) for points in within],
             "from_life_to_life": per_hour([middles]) if len(own) >= LEAST_LIVES else None,
         }
     return found

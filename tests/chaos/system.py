@@ -15,9 +15,10 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from msgspec.structs import replace
@@ -114,9 +115,10 @@ class System:
         tcp: bool = False,
         net: Network | None = None,
         trainers: tuple[str, ...] = ("trainer",),
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         System._made += 1
-        self.net = net
+        self.net, self._environ = net, environ
         self.deaths: list[str] = []
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: socket paths are
         self.temporary = self.folder / "tmp"
@@ -176,7 +178,7 @@ class System:
         return Endpoints(**found)
 
     async def __aenter__(self) -> Self:
-        light = {"TMPDIR": str(self.temporary)}
+        light = {"TMPDIR": str(self.temporary), **self._environ}
         services = replace(self.config, security=self.security("server"))
         for name in PORTS:
             self._slots[name] = _Slot(name, services, light)
