@@ -67,7 +67,7 @@ def sample(at: float, roots: Mapping[str, int]) -> list[Sample]:
         waiting = [(role, root)]
         while waiting:
             name, pid = waiting.pop()
-            with contextlib.suppress(OSError, IndexError, ValueError):  # the process just ended
+            with contextlib.suppress(OSError, LookupError, ValueError):  # the process just ended
                 found.append(_measure(at, name, pid))
                 waiting += [(f"{role}/{_command(child)}", child) for child in children[pid]]
     return found

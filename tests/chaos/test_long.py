@@ -71,7 +71,10 @@ def test_processes_are_measured_with_all_below_them():
     held = bytes(2**26)[:] + b"."  # bytes of zeros take no memory until they are copied
     with subprocess.Popen(child, stdin=subprocess.PIPE) as process:
         found = sample(1.0, {"us": os.getpid()})
-        process.stdin.close()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ended = sample(2.0, {"us": os.getpid()})  # one that ended, and that nobody waited for
+    assert [each.pid for each in ended] == [os.getpid()]
     (mine,) = [each for each in found if each.pid == os.getpid()]
     (below,) = [each for each in found if each.pid == process.pid]
     assert mine.role == "us"
