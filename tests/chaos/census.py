@@ -17,6 +17,7 @@ KEPT = (
     r"\.conversations\._table$",  # columns of a fixed length
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\.conductor\._ahead\._(works|running)\[\]",  # bounded: what trainers that are there named last
+    r"^BufferServer\._ids\._(apart|plain)$",  # bounded: whose ids were used lately
     r"^BufferServer\.conductor\.refusals\.",  # bounded: some ids of some reasons, until they are logged
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^BufferServer\._statistics\.(\w+_seconds|response_tokens|pace|ends|lost|finished)",  # buckets, sums
