@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class NamesNextPrompts:
     _channel: Channel[TrainerToBuffer, BufferToTrainer]
     _noise: UsedNoise
     _version_found: int
+    _check_open: Callable[[], None]
+    _new_submission: Callable[[], int]
 
     def __init__(self) -> None:
         self._answers: dict[int, asyncio.Future[Accepted | Refused]] = {}
@@ -101,9 +103,3 @@ class NamesNextPrompts:
         answer = self._answers.get(message.submission)
         if answer is not None and not answer.done():
             answer.set_result(message)
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
-
-    def _new_submission(self) -> int:
-        raise NotImplementedError

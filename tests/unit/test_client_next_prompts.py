@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import numpy as np
 import pytest
-from fake_buffer import FakeBuffer, answering, connect
-from memory_transport import MemoryNetwork, MemoryTransport
+from fake_buffer import answering, connected
 
 from seer.client import (
     InvalidField,
@@ -21,14 +18,6 @@ from seer.client import (
 from seer.client import prompts as prompts_module
 from seer.client.used_noise import ROLLOUTS_PER_VERSION
 from seer.common.wire import Accepted, NextPrompts, Refused, Submit
-
-
-@pytest.fixture
-async def buffer() -> AsyncIterator[FakeBuffer]:
-    fake = FakeBuffer(MemoryTransport(MemoryNetwork()))
-    await fake.start()
-    yield fake
-    await fake.stop()
 
 
 def accepts(message):
@@ -46,23 +35,19 @@ def named(buffer):
     return [message for message in buffer.got if isinstance(message, NextPrompts)]
 
 
-async def test_prompts_are_named_in_parts_with_the_noise_of_the_next_submission(buffer, monkeypatch) -> None:
+async def test_prompts_are_named_in_parts_with_the_noise_of_the_next_submission(monkeypatch):
     monkeypatch.setattr(prompts_module, "BATCH_PROMPTS", 2)
-    buffer.script = accepts
     sampling = SamplingParams(max_tokens=9, top_p=0.5)
-    async with connect(buffer) as client:
+    async with connected() as (buffer, client):
+        buffer.script = accepts
         client.weight_version = 3
         await client.next_prompts([Prompt("a", token_ids=[1, 2]), [3], [4]], n=3, sampling=sampling, seed=5)
         first, second = named(buffer)
         assert (first.prompt_ids, second.prompt_ids) == (["a", "1"], ["2"])
         assert (first.lengths, first.tokens.tolist()) == ([2, 1], [1, 2, 3])
-        assert (first.n, first.seed, first.sampling, first.stream, first.open) == (
-            3,
-            5,
-            sampling,
-            False,
-            False,
-        )
+        assert (first.n, first.seed, first.sampling) == (3, 5, sampling)
+        assert not first.stream
+        assert not first.open
         assert first.rollout_number == second.rollout_number == 4 * ROLLOUTS_PER_VERSION
         assert first.rollout_id == second.rollout_id
         assert first.submission < second.submission
@@ -72,14 +57,13 @@ async def test_prompts_are_named_in_parts_with_the_noise_of_the_next_submission(
         buffer.script = answering()
         rollout = await client.submit([[1]], n=3, rollout_number=8)  # its noise was not used
         await rollout.result()
-    assert [message.submission for message in buffer.got if isinstance(message, Submit)][
-        -1
-    ] > second.submission
+    submitted = [message for message in buffer.got if isinstance(message, Submit)][-1]
+    assert submitted.submission > second.submission
     assert not client._answers
 
 
-async def test_it_fails_with_the_buffers_reason_or_after_the_deadline(buffer) -> None:
-    async with connect(buffer) as client:
+async def test_it_fails_with_the_buffers_reason_or_after_the_deadline():
+    async with connected() as (buffer, client):
         with pytest.raises(Unreachable, match=r"did not answer within 0\.05 s"):
             await client.next_prompts([[1]], timeout_seconds=0.05)
         buffer.script = lambda message: [
