@@ -79,6 +79,11 @@ def shared_group_id(rollout_id: str, name: str) -> str:
     return name if name.startswith("/") else group_id(rollout_id, name)
 
 
+def prompt_digest(tokens: bytes) -> int:
+    """Return the number by which a prompt, as little-endian int32, is remembered; never 0: it is unknown."""
+    return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "little") >> 1 or 1
+
+
 def request_id(group: str, index: int) -> str:
     """Return the id of response `index` of a group."""
     return f"{group}#{index}"

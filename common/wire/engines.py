@@ -27,6 +27,7 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
+from seer.common.wire.drafts import Digest
 from seer.common.wire.images import ImageData, ImageState, ReadImage
 from seer.common.wire.weights import (
     DiscardWeights,
@@ -73,8 +74,9 @@ class RunChunk(Message, tag=True):
     key; an answer counts only if its `attempt` is the current one. `wait_for_room`: start only once the
     chunk's worst case fits free blocks, so that nothing is preempted. `acceptance` are the acceptance rates
     of drafts of this group, if they differ from those of all groups; drafts of a `probe` come first. Drafts
-    are shared in `draft_group`, where this response has `draft_index`; empty: in `group_id`, with the index
-    of `request_id`.
+    are shared in `draft_group`, where this response has `draft_index`, and which is remembered by the prompt
+    with the digest `draft_prompt` (0: by none); empty: in `group_id`, with the index of `request_id`, by the
+    chunk's prompt.
 
     In a response with several turns, `tokens` also has what tools and environments added between the turns.
     The current turn's output begins at position `turn_start` of `tokens`; 0: at `prompt_len`, there is one
@@ -108,6 +110,7 @@ class RunChunk(Message, tag=True):
     stream: bool = False
     have: Sizes = {}
     ahead: bool = False
+    draft_prompt: Digest = 0
 
 
 class DropChunk(Message, tag=True):

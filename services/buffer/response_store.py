@@ -2,13 +2,15 @@
 
 Invariants:
 - a request's output is the concatenation of the chunks that the machine kept, each with its logprobs;
-- one prompt array is shared by all requests of its group, and freed with the group.
+- one prompt array is shared by all requests of its group, and freed with the group;
+- all requests of a named group, as long as one of them is there, have the digest of its first prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import UNSET
@@ -67,9 +69,21 @@ class SubmittedPrompt:
     images: Sequence[Placed] = ()
 
 
+@dataclass(slots=True, weakref_slot=True)
+class _DraftPrompt:
+    """By which prompt a named group's tokens are remembered; 0: by none.
+
+    One number for all, as it says which dgds serves the group. Where prompts differ it is that of the first:
+    to take it back when another prompt comes would part the group's engines in the middle of its responses.
+    """
+
+    digest: int
+
+
 @dataclass(slots=True)
 class _Group:
     prompt: SubmittedPrompt
+    draft_prompt: _DraftPrompt
     outputs: dict[int, _Output] = field(default_factory=dict)
     weights: Weights = _NO_WEIGHTS
 
@@ -79,6 +93,7 @@ class Store:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+        self._draft_prompts: WeakValueDictionary[str, _DraftPrompt] = WeakValueDictionary()  # by shared id
         self._sent: dict[str, dict[int, tuple[Recipient, int]]] = {}  # by group and index: tokens streamed
 
     def __len__(self) -> int:
@@ -89,7 +104,10 @@ class Store:
 
     def open(self, group_id: str, prompt: SubmittedPrompt) -> None:
         """Store a prompt: a copy, as its tokens are a view of a message."""
-        self._groups[group_id] = _Group(replace(prompt, tokens=prompt.tokens.copy()))
+        draft_prompt = self._draft_prompts.get(prompt.shared_id) or _draft_prompt(prompt)
+        if prompt.shared_id:
+            self._draft_prompts[prompt.shared_id] = draft_prompt
+        self._groups[group_id] = _Group(replace(prompt, tokens=prompt.tokens.copy()), draft_prompt)
 
     def same(self, group_id: str, prompt: SubmittedPrompt) -> bool:
         """Return whether a group is unknown, or was submitted with this prompt, parameters and place."""
@@ -188,6 +206,7 @@ class Store:
             probe=dispatch.probe,
             draft_group=prompt.shared_id,
             draft_index=place if prompt.shared_id else 0,
+            draft_prompt=group.draft_prompt.digest,
             turn_start=len(prompt.tokens) if turn else 0,
             parks=turn is not None,
             images=list(prompt.images),
@@ -224,6 +243,13 @@ class Store:
         """Free a group."""
         self._groups.pop(group_id, None)
         self._sent.pop(group_id, None)
+
+
+def _draft_prompt(prompt: SubmittedPrompt) -> _DraftPrompt:
+    if not prompt.shared_id or prompt.images:
+        return _DraftPrompt(0)
+    tokens = prompt.tokens[: prompt.turn.prompt_len] if prompt.turn else prompt.tokens
+    return _DraftPrompt(ids.prompt_digest(tokens.astype("<i4").tobytes()))
 
 
 def _output(chunk: Output) -> _Output:

@@ -12,6 +12,7 @@ Invariants (tests/unit/test_dgds_client.py asserts them):
 - while a dgds is absent, only the groups that it serves are affected; it is counted and logged once;
 - all clients agree which dgds serves a group: the digest of its prompt decides, so that the next group
   of the same prompt finds the earlier one there; without a registration, the digest of the group's id;
+  a group whose prompts may differ is registered with the digest that the buffer chose for all engines;
 - a token id that cannot be packed is logged once, and only its response is given up.
 
 Everything but `run` must be called on `run`'s event loop.
@@ -69,17 +70,17 @@ class DgdsClient:
 
     # --- writing -------------------------------------------------------------------------
 
-    def register(self, group_id: str, prompt: wire.Tokens, ttl_seconds: float = 0.0) -> None:
+    def register(self, group_id: str, prompt: wire.Tokens | int, ttl_seconds: float = 0.0) -> None:
         """Keep a group with this prompt (int32) for `ttl_seconds` after its last use; 0: the dgds's default.
 
-        Call it before the group's first `begin` or `fetch`; repeating it is harmless and cheap.
+        `prompt` may be its digest. Call it before the group's first `begin` or `fetch`; repeating it is
+        harmless and cheap.
         """
-        digest = self._prompts.get(group_id)
-        if digest is None:
-            digest = self._prompts[group_id] = prompt_digest(prompt)
-            if len(self._prompts) > MAX_GROUPS:
-                self._prompts.popitem(last=False)
+        digest = prompt if isinstance(prompt, int) else self._prompts.get(group_id) or prompt_digest(prompt)
+        self._prompts[group_id] = digest
         self._prompts.move_to_end(group_id)
+        if len(self._prompts) > MAX_GROUPS:
+            self._prompts.popitem(last=False)
         group, connection = self._place(group_id)
         connection.register(group, digest, ttl_seconds)
 

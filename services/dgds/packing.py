@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from seer.common import ids
 from seer.common.wire import TOKEN_BYTES, Bytes, Tokens
 
 TOKEN_IDS = range(2 ** (8 * TOKEN_BYTES))
@@ -49,13 +50,10 @@ def unpackable(tokens: Sequence[int] | Tokens) -> int | None:
 @lru_cache(maxsize=65_536)
 def group_digest(group_id: str) -> int:
     """Return the number that names a group on the wire."""
-    return _digest(group_id.encode(errors="surrogatepass"))
+    digest = hashlib.blake2b(group_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def prompt_digest(tokens: Tokens) -> int:
     """Return the number that names a prompt's int32 tokens; never 0, which says that it is unknown."""
-    return _digest(np.ascontiguousarray(tokens, dtype="<i4").tobytes()) or 1
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    return ids.prompt_digest(np.ascontiguousarray(tokens, dtype="<i4").tobytes())

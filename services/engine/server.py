@@ -256,8 +256,8 @@ class EngineServer:
         if self._draft_groups is not None:
             self._draft_groups.chunk_started(run.group_id, run.index)
         if self._uses_dgds:
-            if not order.draft_group:  # else its prompts differ, and every engine must find the same dgds
-                self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
+            if order.draft_prompt or not order.draft_group:  # every engine must find the same dgds
+                self.dgds.register(run.group_id, order.draft_prompt or order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._held[order.request_id] = order
         if order.images:

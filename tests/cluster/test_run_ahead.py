@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from cluster_harness import PROMPTS, folder, roll, running
 from virtual_time import VIRTUAL, eventually
 
-from seer.client import InvalidField, RequestRefused, SamplingParams
+from seer.client import InvalidField, Prompt, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, Config, DgdsConfig, EngineConfig, ReplayConfig
+from seer.common.wire import MAX_GROUP_SIZE
+from seer.services.dgds.packing import group_digest, pack, prompt_digest
 
 pytestmark = VIRTUAL
 
@@ -130,6 +133,35 @@ async def test_another_trainers_requests_take_the_engine_that_they_need_and_no_o
             assert len(chunks(cluster, busy)) == 1, "a request has no run-ahead beside it"
             await rollout.result()
             await eventually(lambda: len(runs_ahead(cluster)) == 2)
+
+
+async def test_groups_that_a_trainer_named_have_what_ran_ahead_and_leave_what_they_said():
+    prompt = list(range(5))
+    async with running() as cluster, cluster.client() as client:
+        store, past = cluster.services["dgds"].store, cluster.services["dgds"]._past
+
+        def left():
+            store.remember_all()
+            return past.get(prompt_digest(np.array(prompt))).streams
+
+        await client.next_prompts([prompt], n=2, sampling=SamplingParams(max_tokens=60))
+        await eventually(lambda: not cluster.services["buffer"].conductor._ahead.addresses, 60.0)
+        await asyncio.sleep(1)
+        ahead = left()
+        opened = client.open_rollout("r")
+        asked = [
+            opened.submit(
+                Prompt(f"p{index}", token_ids=prompt), n=1, sampling=SamplingParams(max_tokens=60),
+                group="g", first_index=index,
+            )
+            for index in range(3)
+        ]  # fmt: skip
+        await eventually(lambda: group_digest("r/g") in store._groups)
+        found = store.deltas(group_digest("r/g"), {}, 10**6, asyncio.get_running_loop().time()).deltas
+        assert [each.tokens for each in found if each.index >= MAX_GROUP_SIZE] == list(ahead)
+        said = [(await each.result()).responses[0].token_ids for each in asked]
+        await asyncio.sleep(1)
+        assert sorted(left()) == sorted(bytes(pack(tokens)) for tokens in said)
 
 
 async def test_what_cannot_run_ahead_is_refused_by_name():

@@ -246,6 +246,21 @@ async def test_the_next_group_of_a_prompt_gets_what_its_last_one_said():
         assert applied({}, await client.fetch(["3/x"])) == {("3/x", wire.MAX_GROUP_SIZE): [1, 1]}
 
 
+async def test_a_group_that_was_registered_by_the_digest_is_found_by_the_prompt_and_the_last_digest_counts():
+    async with system(config=replace(REMEMBERING, endpoints=THREE.endpoints)) as it:
+        client, other = it.client(), it.client(name="two")
+        for number in range(20):
+            client.register(f"named/{number}", prompt_digest(PROMPT))
+            client.register(f"named/{number}", prompt_digest(array(number)))
+            client.append(f"named/{number}", 0, 1, 0, [number])
+        await eventually(lambda: all(it.held(0, f"named/{number}") for number in range(20)))
+        for number in range(20):
+            other.register(f"r/{number}", array(number))
+        await asyncio.sleep(1)
+        streams = applied({}, await other.fetch([f"r/{number}" for number in range(20)]))
+        assert streams == {(f"r/{number}", wire.MAX_GROUP_SIZE): [number] for number in range(20)}
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_dgds_that_forgot_a_group_hears_of_its_prompt_again(restarted):
     async with system(config=REMEMBERING) as it:

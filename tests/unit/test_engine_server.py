@@ -17,7 +17,7 @@ from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import EngineError, Unreachable, Unsampleable
 from seer.common.types import InstanceStats, SamplingParams
 from seer.services.dgds import server as dgds
-from seer.services.dgds.packing import group_digest
+from seer.services.dgds.packing import group_digest, prompt_digest
 from seer.services.engine import server as engine_server
 from seer.services.engine.backend import ChunkEnd, ChunkFailure, Generated, StepOutput
 from seer.services.engine.draft_groups import RETURN_SECONDS, DraftGroups
@@ -304,6 +304,24 @@ async def test_tokens_reach_the_dgds_as_they_come():
         assert early == tokens[: len(early)].tolist()
         await buffer.run(new=10, attempt=2, output=tokens)
         await eventually(lambda: len(server.store.tokens(group_digest("r/p"), 0)) == 110)
+    serving.cancel()
+
+
+async def test_a_named_group_is_remembered_by_the_prompt_that_the_buffer_says_and_another_by_its_own():
+    network = MemoryNetwork()
+    server = dgds.make(Config(), MemoryTransport(network), LoopClock())
+    await server.start()
+    serving = asyncio.create_task(server.run())
+    async with engine(network=network) as (buffer, *_):
+        await asyncio.sleep(1)
+        await buffer.run(0)
+        await buffer.run(1, group_id="r/q", draft_group="r/g", draft_prompt=77)
+        await buffer.run(2, group_id="r/s", draft_group="r/old")  # from a buffer that says nothing
+        await eventually(lambda: len(buffer.results()) == 3)
+        await eventually(lambda: len(server.store) == 3)
+        own = prompt_digest(np.array([1, 2, 3]))
+        prompts = {name: server.store._groups[group_digest(name)].prompt for name in ("r/p", "r/g", "r/old")}
+        assert prompts == {"r/p": own, "r/g": 77, "r/old": 0}
     serving.cancel()
 
 

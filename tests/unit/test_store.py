@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seer.common import ids, wire
-from seer.common.types import SamplingParams
+from seer.common.types import Placed, SamplingParams, TurnSpec
 from seer.services.buffer import submissions
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import Output
@@ -84,6 +84,31 @@ def test_noise_is_that_of_the_groups_name_and_the_index_in_it():
     assert (late.request_id, late.group_id) == ("r/p#0", "r/p")
     everywhere = chunk_of(opened(groups=["/g"], first_indices=[3]))
     assert (everywhere.key, everywhere.draft_group) == (ids.request_key(4, 5, "/g", 3), "/g")
+
+
+def test_a_named_group_is_remembered_by_its_first_prompt_as_long_as_one_of_it_is_there():
+    def digest(tokens):
+        return ids.prompt_digest(tokens.astype("<i4").tobytes())
+
+    store, other, dispatch = Store(), PROMPT + 1, instructions.Dispatch("a", "r/p#0", 1, 4)
+
+    def remembered_by(group_id, prompt=PROMPT, **more):
+        store.open(group_id, submitted(prompt, **more))
+        return store.chunk(dispatch, group_id, 0, wait_for_room=True).draft_prompt
+
+    assert remembered_by("r/alone") == 0, "engines know: it is the chunk's"
+    assert remembered_by("r/p", groups=["g"]) == digest(PROMPT) > 0
+    assert remembered_by("r/q", other, groups=["g"], first_indices=[1]) == digest(PROMPT)
+    assert remembered_by("r/q", other, groups=["h"]) == digest(other)
+    store.forget("r/p")
+    assert remembered_by("r/s", other, groups=["g"]) == digest(other), "none of the first are there"
+    turn = {"turns": [TurnSpec(2, 0, 100)], "open": True}
+    assert remembered_by("r/t", other, groups=["t"], **turn) == digest(other[:2])
+    shown = {"images": [[Placed("a" * 64, 0, 1)]]}
+    assert remembered_by("r/i", groups=["i"], **shown) == 0
+    for name in "pqsti":
+        store.forget(f"r/{name}")
+    assert not store._draft_prompts
 
 
 def test_peers_that_know_no_receipts_are_not_told_of_the_parameter():
