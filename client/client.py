@@ -407,6 +407,7 @@ class RolloutClient(NamesNextPrompts):
         for call in (self._update, self._sleep_call):
             if call is not None:
                 call.fail(Unreachable(f"{self.endpoint}: {ended}"))
+        self._naming_failed(Unreachable(f"{self.endpoint}: {ended}"))
 
     async def _receive(self) -> None:
         while True:
@@ -417,8 +418,7 @@ class RolloutClient(NamesNextPrompts):
                     self._active.take(message)
                     if self._active.owes:
                         self._wake.set()
-                    if isinstance(message, Accepted | Refused):
-                        self._answered(message)
+                    self._answered(message)
                 case Status():
                     self._status_calls.answer(message)
                 case Welcome():

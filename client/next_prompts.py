@@ -1,7 +1,8 @@
 """The part of the client that names coming prompts, which idle engines generate for the sake of their drafts.
 
 Invariants (tests/unit/test_client_next_prompts.py):
-- each message is answered before the next one is sent, or the call fails by its deadline;
+- each message is answered before the next one is sent, or the call fails by its deadline, and at once
+  when the connection ends;
 - no noise is claimed, no rollout begins: what is submitted later has the tokens that it would have had.
 """
 
@@ -55,7 +56,8 @@ class NamesNextPrompts:
         named before. Give all parameters of the next `submit`: responses then have its noise, and drafts are
         right until the weights make a difference. `rollout_number` is by default that of the version after
         the live one. Raises `InvalidField`, `RequestRefused` with the buffer's reason (as where the dgds
-        remembers nothing), `Unreachable` after `timeout_seconds`, or from a buffer before protocol 3.9.
+        remembers nothing), `Unreachable` as the connection ends, or after `timeout_seconds`, as from a
+        buffer before protocol 3.9.
         """
         self._check_open()
         sampling = sampling or SamplingParams()
@@ -99,7 +101,13 @@ class NamesNextPrompts:
         finally:
             del self._answers[message.submission]
 
-    def _answered(self, message: Accepted | Refused) -> None:
-        answer = self._answers.get(message.submission)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+    def _answered(self, message: BufferToTrainer) -> None:
+        if isinstance(message, Accepted | Refused):
+            answer = self._answers.get(message.submission)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+
+    def _naming_failed(self, error: Unreachable) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)

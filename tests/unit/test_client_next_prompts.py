@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
-from fake_buffer import answering, connected
+from fake_buffer import answering, connected, progress
 
 from seer.client import (
     InvalidField,
@@ -89,3 +91,24 @@ async def test_it_fails_with_the_buffers_reason_or_after_the_deadline():
         assert not client._answers
     with pytest.raises(Unreachable, match="closed"):
         await client.next_prompts([[1]])
+
+
+@pytest.mark.parametrize(("broken", "why"), [(False, "the client was closed"), (True, "no such peer")])
+async def test_it_fails_as_soon_as_the_connection_ends(broken, why):
+    async with connected() as (buffer, client):
+        naming = [asyncio.create_task(client.next_prompts([[1]], timeout_seconds=3600)) for _ in range(2)]
+        await buffer.until(NextPrompts, 2)
+        if broken:
+
+            async def fails():
+                raise Unreachable("no such peer")
+
+            client._channel.recv = fails
+            await buffer.say(progress("unknown", 1))  # after it the client receives anew
+        else:
+            await client.close()
+        async with asyncio.timeout(10):
+            for call in naming:
+                with pytest.raises(Unreachable, match=f"{client.endpoint}: {why}"):
+                    await call
+        assert not client._answers
