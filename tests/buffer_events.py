@@ -14,8 +14,8 @@ CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=2
 LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2000)
 
 
-def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
-    machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}))
+def make(policy="divided", engines=("a", "b"), first_attempt=0, **limits) -> RequestMachine:
+    machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}), first_attempt)
     for incarnation, name in enumerate(engines):
         machine.apply(orders.joined(name, CAPACITY, -incarnation), 0.0)
     return machine

@@ -65,7 +65,7 @@ class RunAhead:
 
     def __init__(self, requests: RequestMachine) -> None:
         self._requests, self._registry = requests, requests.registry
-        self._number = requests._attempt  # no other incarnation of the buffer has numbers near
+        self._number = requests.first_attempt  # no other incarnation of the buffer has numbers near
         self._works: dict[str, _Work] = {}  # by trainer
         self._running: dict[str, dict[str, _Run]] = {}  # by instance and request id
         self._fleet = Fleet()  # the instances that run some, with what it has there

@@ -63,7 +63,7 @@ class RequestMachine:
     """
 
     def __init__(self, policy: Policy, limits: Limits, first_attempt: int = 0) -> None:
-        self.limits = limits
+        self.limits, self.first_attempt = limits, first_attempt
         self._attempt = first_attempt
         self.requests: dict[str, RequestState] = {}
         self.instances = Fleet()
