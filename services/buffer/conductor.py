@@ -241,9 +241,12 @@ class Conductor:
         self._ahead.name(trainer, address, asked, prompts)
         self._order_ahead()
 
-    def ended_ahead(self, engine: str, part: ChunkPart | wire.ChunkFailed) -> bool:
+    def ended_ahead(
+        self, engine: str, part: wire.ChunkResult | wire.ChunkFailed, tokens: wire.Tokens | None = None
+    ) -> bool:
         """Return whether this is the end of a chunk that ran ahead; then there is no more to do about it."""
-        ended = self._ahead.ended(engine, part.request_id, part.attempt)
+        goes_on = isinstance(part, wire.ChunkResult) and not (part.finish or part.start)
+        ended = self._ahead.ended(engine, part.request_id, part.attempt, tokens if goes_on else None)
         self._order_ahead()
         return ended
 

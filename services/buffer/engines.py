@@ -174,7 +174,8 @@ class EngineConnections:
         start = 0
         for part, extras in zip(parts, beside.split(done.beside, sizes), strict=True):
             end = start + part.count
-            if isinstance(part, wire.ChunkResult) and self._conductor.ended_ahead(engine, part):
+            tokens = done.tokens[start:end]
+            if isinstance(part, wire.ChunkResult) and self._conductor.ended_ahead(engine, part, tokens):
                 start = end
                 continue
             part, extras = self._conductor.with_record(engine, part, extras)
@@ -183,7 +184,7 @@ class EngineConnections:
                 if isinstance(part, wire.ChunkTokens)
                 else events.ChunkEnded(engine, part)
             )
-            self._conductor.apply(happened, Ended(done.tokens[start:end], done.logprobs[start:end], extras))
+            self._conductor.apply(happened, Ended(tokens, done.logprobs[start:end], extras))
             start = end
         self._conductor.send_streamed()
         self._kept.flush()

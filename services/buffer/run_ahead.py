@@ -9,9 +9,12 @@ Invariants (test_run_ahead.py of tests/unit and tests/cluster, tests/property/te
 - the order to drop it goes out before any other order that follows from the same event to the instance, and
   before all others where its trainer submits or is lost, an engine that runs some is lost, or submissions are
   held;
-- each response runs once, under a name that no request has; its tokens are neither stored nor sent, and no
-  estimate, count or time of a request depends on it. A buffer that restarts has forgotten all of it;
-- memory is bounded: responses that wait are at most `max_requests` of a trainer, `ALL` times that of all.
+- responses run a chunk at a time, in turn, under names that no request has: the first tokens of all come
+  first, as these are the most alike to what is submitted. What is dropped does not come again;
+- tokens are kept for a response's next chunk alone and not sent to trainers, and no estimate, count or time
+  of a request depends on them. A buffer that restarts has forgotten all of it;
+- memory is bounded: of responses that did not end there are at most `max_requests` of a trainer, `ALL` times
+  that of all; those that wait have at most `MAX_TOKENS`: what is beyond ends where it stands.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
+from seer.common.policy.chunk_size import default_chunk
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.services.buffer.buffer_machine import Event, Instruction
 from seer.services.buffer.events import Joined, Left
@@ -39,18 +44,44 @@ from seer.services.buffer.rollout_ids import SEPARATOR
 MAX_PROMPT_ID = wire.MAX_ID - 32
 """Characters of a prompt's id: a request's id has the number of the naming, and an index, besides."""
 
+MAX_TOKENS = 2**24
+"""Generated tokens of all responses that wait for their next chunk: 64 MiB."""
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
 Order = tuple[str, wire.RunChunk | wire.DropChunk]
 """An instance, and what it is to do."""
 
 
 @dataclass(slots=True)
+class _Response:
+    """`output`: what it has so far."""
+
+    group_id: str
+    prompt: SubmittedPrompt
+    index: int
+    output: wire.Tokens = field(default_factory=lambda: _NO_TOKENS)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens it may still have."""
+        return self.prompt.sampling.max_tokens - len(self.output)
+
+
+@dataclass(slots=True)
 class _Work:
-    """What a trainer named last; `waiting`: group, prompt and index of each response that did not begin."""
+    """What a trainer named last; `held`: tokens that responses which wait have so far."""
 
     address: bytes
     rollout_id: str
-    waiting: deque[tuple[str, SubmittedPrompt, int]] = field(default_factory=deque)
+    waiting: deque[_Response] = field(default_factory=deque)
     running: int = 0
+    held: int = 0
+
+    @property
+    def count(self) -> int:
+        """Responses that did not end."""
+        return len(self.waiting) + self.running
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +89,7 @@ class _Run:
     trainer: str
     attempt: int
     blocks: int
+    response: _Response
 
 
 class RunAhead:
@@ -88,14 +120,14 @@ class RunAhead:
         known = self._works.get(trainer)
         if known is not None and (known.rollout_id, known.address) != (asked.rollout_id, address):
             known = None
-        self._check(trainer, asked, prompts, len(known.waiting) if known else 0)
+        self._check(trainer, asked, prompts, known.count if known else 0)
         if known is None:
             self._end([trainer])
             known = self._works[trainer] = _Work(address, asked.rollout_id)
         self._number += 1
         rollout = f"{SEPARATOR}{self._number}"  # no id of a trainer's begins like that
         groups = [(ids.group_id(rollout, name), prompt) for name, prompt in prompts.items()]
-        known.waiting.extend((*group, index) for index in range(asked.n) for group in groups)
+        known.waiting.extend(_Response(*group, index) for index in range(asked.n) for group in groups)
 
     def _check(
         self, trainer: str, asked: wire.NextPrompts, prompts: Mapping[str, SubmittedPrompt], known: int
@@ -104,7 +136,7 @@ class RunAhead:
             fix = "run-ahead takes prompts of text, each a group of its own: name those alone"
             raise InvalidField("prompts", len(prompts), fix)
         most, count = self._requests.limits.max_requests, known + asked.n * len(prompts)
-        others = sum(len(work.waiting) for name, work in self._works.items() if name != trainer)
+        others = sum(work.count for name, work in self._works.items() if name != trainer)
         if count > most or others + count > ALL * most:
             fix = f"run-ahead takes at most {most} responses of a trainer, {ALL * most} of all: name fewer"
             raise InvalidField("prompts", count, f"{fix}, or raise buffer.max_requests")
@@ -165,17 +197,31 @@ class RunAhead:
             self._fleet.remove(instance)
         if (work := self._works.get(run.trainer)) is not None:
             work.running -= 1
-            if not (work.waiting or work.running):
+            if not work.count:
                 del self._works[run.trainer]
 
-    def ended(self, instance: str, request_id: str, attempt: int) -> bool:
-        """Take the end of a chunk, and begin the next one there; return whether it is one of run-ahead."""
+    def ended(self, instance: str, request_id: str, attempt: int, tokens: wire.Tokens | None = None) -> bool:
+        """Take the end of a chunk, and begin others there; return whether it is one of run-ahead.
+
+        `tokens`: the chunk's, if its response goes on.
+        """
         run = self._running.get(instance, {}).get(request_id)
         if run is None or run.attempt != attempt:
             return False
+        if tokens is not None and len(tokens):
+            self._go_on(run, tokens)
         self._release(instance, request_id)
         self.fill([instance])
         return True
+
+    def _go_on(self, run: _Run, tokens: wire.Tokens) -> None:
+        """Have a response wait for its next chunk, if it has one."""
+        response, work = run.response, self._works[run.trainer]
+        response.output = np.concatenate([response.output, tokens])
+        held = sum(each.held for each in self._works.values())
+        if response.remaining > 0 and held + len(response.output) <= MAX_TOKENS:
+            work.waiting.append(response)
+            work.held += len(response.output)
 
     # --- its beginning -----------------------------------------------------------------------
 
@@ -186,49 +232,61 @@ class RunAhead:
             return
         if self._requests.waiting or registry.held or registry.trajectories.away:
             return
+        idle: deque[InstanceView] = deque()
         for name in instances:
             view = self._requests.instances.get(name)
             if view is not None and not (view.chunks or view.closed):
-                self._fill(view)
+                idle.append(view)
+        while idle:
+            if self._begin_one(idle[0]):
+                idle.rotate(-1)  # one on each in turn
+            else:
+                idle.popleft()
 
-    def _fill(self, idle: InstanceView) -> None:
-        name = idle.name
+    def _begin_one(self, idle: InstanceView) -> bool:
+        """Begin the chunk that goes next; return whether there is one, with room for it there."""
+        waiting = [(work.running, trainer) for trainer, work in self._works.items() if work.waiting]
+        if not waiting:
+            return False
+        trainer = min(waiting)[1]
+        name, work = idle.name, self._works[trainer]
+        response = work.waiting[0]
+        context = len(response.prompt.tokens) + len(response.output)
+        size = self._requests.limits.chunk_size or default_chunk(response.prompt.sampling.max_tokens)
+        chunk = min(size, response.remaining)
         if name in self._fleet:
             self._fleet.pin(name, idle.pinned_blocks)
-        for trainer, work in self._works.items():
-            while work.waiting:
-                group_id, prompt, index = work.waiting[0]
-                here = InstanceView(name, idle.capacity, pinned_blocks=idle.pinned_blocks)
-                here = self._fleet.get(name, here)
-                if not here.has_room(len(prompt.tokens), prompt.sampling.max_tokens):
-                    return
-                if name not in self._fleet:
-                    self._fleet.add(here)
-                work.waiting.popleft()
-                work.running += 1
-                self._begin(name, trainer, ids.request_id(group_id, index), group_id, prompt, index)
+        here = self._fleet.get(name, InstanceView(name, idle.capacity, pinned_blocks=idle.pinned_blocks))
+        if not here.has_room(context, chunk):
+            return False
+        if name not in self._fleet:
+            self._fleet.add(here)
+        work.waiting.popleft()
+        work.running += 1
+        work.held -= len(response.output)
+        self._begin(name, trainer, response, chunk)
+        return True
 
-    def _begin(
-        self, name: str, trainer: str, request_id: str, group_id: str, prompt: SubmittedPrompt, index: int
-    ) -> None:
+    def _begin(self, name: str, trainer: str, response: _Response, chunk: int) -> None:
         self._number += 1
-        most = prompt.sampling.max_tokens
-        blocks = self._fleet[name].capacity.blocks_for(len(prompt.tokens), most)
+        prompt, request_id = response.prompt, ids.request_id(response.group_id, response.index)
+        tokens = np.concatenate([prompt.tokens, response.output])
+        blocks = self._fleet[name].capacity.blocks_for(len(tokens), chunk)
         self._fleet.reserve(name, blocks, request_id)
-        self._running.setdefault(name, {})[request_id] = _Run(trainer, self._number, blocks)
+        self._running.setdefault(name, {})[request_id] = _Run(trainer, self._number, blocks, response)
         sampling = replace(  # what comes beside tokens changes none
             prompt.sampling, top_logprobs=None, prompt_logprobs=None, routed_experts_from=None, receipt=UNSET
         )
-        chunk = wire.RunChunk(
+        order = wire.RunChunk(
             request_id=request_id,
-            group_id=group_id,
+            group_id=response.group_id,
             attempt=self._number,
-            key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, index),
+            key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, response.index),
             prompt_len=len(prompt.tokens),
-            max_new_tokens=most,
+            max_new_tokens=chunk,
             sampling=sampling,
-            tokens=prompt.tokens,
+            tokens=tokens,
             wait_for_room=self._requests.policy.admission,
             ahead=True,
         )
-        self._orders.append((name, chunk))
+        self._orders.append((name, order))

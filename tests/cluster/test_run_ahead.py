@@ -71,7 +71,7 @@ async def test_tokens_are_the_same_and_nothing_waits_with_run_ahead_that_ends_in
             tokens = [await roll(client, 3)]
             if ahead:
                 await client.next_prompts(PROMPTS, n=8, sampling=LONG, rollout_number=4)
-                await eventually(lambda: runs_ahead(cluster) == {"e0": 6, "e1": 6})
+                await eventually(lambda: runs_ahead(cluster) == {"e0": 16, "e1": 16})
             began = loop.time()
             tokens.append(await roll(client, 4))
             took.append(loop.time() - began)
@@ -87,7 +87,7 @@ async def test_run_ahead_ends_at_once(end, tmp_path):
         client, other = cluster.client(name="a"), cluster.client(name="b")
         async with client, other:
             await client.next_prompts(PROMPTS, n=8, sampling=LONG)
-            await eventually(lambda: len(chunks(cluster)) == 6 and len(chunks(cluster, "e1")) == 6)
+            await eventually(lambda: len(chunks(cluster)) == len(chunks(cluster, "e1")) == 16)
             await asyncio.sleep(2.0)
             named = set(chunks(cluster))
             loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ async def test_another_trainers_requests_take_the_engine_that_they_need_and_no_o
         client, other = cluster.client(name="a"), cluster.client(name="b")
         async with client, other:
             await client.next_prompts(PROMPTS, n=8, sampling=LONG)
-            await eventually(lambda: runs_ahead(cluster) == {"e0": 6, "e1": 6})
+            await eventually(lambda: runs_ahead(cluster) == {"e0": 16, "e1": 16})
             rollout = await other.submit([[1, 2]], n=1, sampling=SamplingParams(max_tokens=40))
             await eventually(lambda: len(runs_ahead(cluster)) == 1)
             await asyncio.sleep(0.1)

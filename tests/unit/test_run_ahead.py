@@ -10,7 +10,7 @@ from orders import pick
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.common.types import Placed, SamplingParams, TurnSpec
-from seer.services.buffer import submissions
+from seer.services.buffer import run_ahead, submissions
 from seer.services.buffer.events import Drained, Left
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.run_ahead import RunAhead
@@ -23,8 +23,8 @@ NOTHING = ([], [])
 class World:
     """Two instances."""
 
-    def __init__(self, **limits):
-        self.machine = make(first_attempt=1000, **limits)
+    def __init__(self, chunk_size=ONE_EACH, **limits):
+        self.machine = make(first_attempt=1000, chunk_size=chunk_size, **limits)
         self.ahead = RunAhead(self.machine)
 
     def name(self, *prompts, trainer="t", rollout="n", n=1, sampling=WHOLE, prompt_len=10, **fields):
@@ -53,6 +53,11 @@ class World:
         ended = [(name, order.request_id) for name, order in orders_ if isinstance(order, wire.DropChunk)]
         return begun, ended
 
+    def goes_on(self, name, chunk, *tokens):
+        """End a chunk whose response goes on; return what begins."""
+        assert self.ahead.ended(name, chunk.request_id, chunk.attempt, np.array(tokens, np.int32))
+        return self.took()[0]
+
     def submit(self, trainer="u", max_tokens=8, prompt="p", **fields):
         spec = events.GroupSpec(prompt, 10, **fields)
         return self.do(events.GroupsSubmitted(trainer, f"r{prompt}", 1, max_tokens, [spec], address=b"u"))
@@ -73,7 +78,7 @@ def test_a_response_is_the_next_submissions_own_by_its_noise_and_a_whole_chunk(w
     )
     assert world.name("p", n=2, sampling=replace(extras, receipt=True)) == NOTHING
     begun, _ = world.fill()
-    assert {name for name, _ in begun} == {"a"}
+    assert [name for name, _ in begun] == ["a", "b"]
     for index, (_, chunk) in enumerate(begun):
         assert chunk.key == ids.request_key(2, 3, "p", index)
         assert (chunk.prompt_len, chunk.max_new_tokens, chunk.tokens.tolist()) == (10, 20, list(range(10)))
@@ -100,6 +105,50 @@ def test_responses_take_the_room_there_is_all_prompts_first_and_each_once(world)
     [(_, last)] = world.took()[0]
     assert world.ahead.ended("b", begun[1][1].request_id, begun[1][1].attempt)
     assert world.ahead.ended("a", last.request_id, last.attempt)
+    assert world.is_empty
+
+
+def test_responses_run_a_chunk_at_a_time_in_turn_and_go_on_where_they_stand():
+    world = World(chunk_size=16)
+    world.name("p", "q", n=8, sampling=SamplingParams(max_tokens=40))
+    begun, _ = world.fill()
+    assert [name for name, _ in begun] == ["a", "b"] * 8, "as many as there is room for, on each in turn"
+    assert {chunk.max_new_tokens for _, chunk in begun} == {16}
+    first, second = (chunk for name, chunk in begun if name == "a" and chunk.request_id[-1] in "01")
+    [(name, later)] = world.goes_on("a", first, *range(16))
+    assert (name, later.request_id, later.key) == ("a", first.request_id, first.key)
+    assert (later.prompt_len, later.max_new_tokens) == (10, 16)
+    assert later.tokens.tolist() == [*first.tokens.tolist(), *range(16)]
+    assert later.attempt > begun[-1][1].attempt
+    assert not world.ahead.ended("a", first.request_id, first.attempt)
+    [(_, last)] = world.goes_on("a", later, *range(16))
+    assert last.max_new_tokens == 8, "40 in all"
+    assert world.goes_on("a", last, *range(8)) == []
+    assert world.goes_on("a", second) == [], "without a token it would go on for ever"
+    world.name("p", "q", n=9, rollout="more", sampling=SamplingParams(max_tokens=40))
+    begun, _ = world.fill()
+    [(_, other)] = world.goes_on("a", begun[0][1], *range(16))
+    assert other.request_id[-1] == "8", "first tokens come first"
+    assert not other.tokens[10:].size
+
+
+def test_each_trainer_has_as_many_as_the_other_and_tokens_that_wait_are_bounded(monkeypatch):
+    world = World(chunk_size=16)
+    short = SamplingParams(max_tokens=40)
+    world.name("p", n=30, sampling=short)
+    world.name("q", n=30, trainer="v", sampling=short)
+    begun, _ = world.fill()
+    assert [work.running for work in world.ahead._works.values()] == [8, 8]
+    monkeypatch.setattr(run_ahead, "MAX_TOKENS", 40)
+    for name, chunk in begun[:8]:
+        world.goes_on(name, chunk, *range(16))
+    works = list(world.ahead._works.values())
+    held = [sum(len(each.output) for each in work.waiting) for work in works]
+    assert held == [work.held for work in works]
+    assert sum(held) == 32, "what is beyond ended"
+    assert sum(work.count for work in works) == 60 - 6
+    for trainer in "tv":
+        world.do(events.TrainerLost(trainer.encode()))
     assert world.is_empty
 
 
@@ -168,7 +217,7 @@ def test_what_others_do_ends_nothing(world):
     world.name("p", "q", n=3)
     world.name("x", trainer="v")
     running = world.fill()[0]
-    assert len(running) == 2
+    assert [chunk.request_id.partition("/")[2] for _, chunk in running] == ["p#0", "x#0"]
     for event in (
         events.TrainerLost(b"u"),
         Left(["c"]),
@@ -176,7 +225,7 @@ def test_what_others_do_ends_nothing(world):
         events.SubmissionsHeld(False),
     ):
         assert world.do(event) == NOTHING
-    assert world.do(events.TrainerLost(b"v")) == NOTHING
+    assert world.do(events.TrainerLost(b"v")) == ([("b", running[1][1].request_id)], [])
     assert world.ahead.addresses == {b"t"}
 
 
@@ -212,7 +261,7 @@ def test_what_cannot_run_ahead_is_refused_and_leaves_what_was_named(world):
     ):
         with pytest.raises(InvalidField, match=why):
             world.name("q", **{"rollout": "other"} | fields)
-        assert [len(work.waiting) for work in world.ahead._works.values()] == [1]
+        assert [work.count for work in world.ahead._works.values()] == [1]
     with pytest.raises(InvalidField, match="prompt_ids"):
         world.name("p" * (wire.MAX_ID - 10))
     for number in range(4):
