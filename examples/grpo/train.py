@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 from collections.abc import Sequence
@@ -117,11 +118,16 @@ def samples(scored: Sequence[Scored]) -> list[Sample]:
 
 
 class Trainer:
-    """A run in folder `out`: goes on from its checkpoint if there is one. Raises ValueError if it cannot."""
+    """A run in folder `out`: goes on from its checkpoint if there is one. Raises ValueError if it cannot.
 
-    def __init__(self, settings: Settings, problems: Problems, model: Path, out: Path) -> None:
+    `ahead`: it names its next prompts, which engines generate while it trains.
+    """
+
+    def __init__(
+        self, settings: Settings, problems: Problems, model: Path, out: Path, *, ahead: bool = False
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out = out
+        self.out, self._ahead = out, ahead
         self.learner = Learner(model)
         self._settings = settings
         self._problems = problems
@@ -155,6 +161,8 @@ class Trainer:
         with watch("rollout"):
             prompts = self._problems.training_prompts(asked.seed, iteration, asked.prompts, self._held_out)
             scored, rewarding, tail = await self._roll(client, iteration, prompts, asked.responses)
+        if self._ahead and not prompts[0].images:
+            await self._name_next(client, iteration + 1)
         with watch("train"):
             rate = asked.learning_rate * min(1, (iteration + 1) / WARMUP)
             step = await asyncio.to_thread(self.learner.step, samples(scored), rate)
@@ -188,6 +196,16 @@ class Trainer:
         async with Scores(rollout, per_response(self._problems.reward)) as scores:
             scored = await scores.result()
         return scored, scores.metrics, tail_seconds(rollout.finish_times)
+
+    async def _name_next(self, client: RolloutClient, iteration: int) -> None:
+        """Have idle engines generate an iteration's prompts, for drafts: without these it is only slower."""
+        asked = self._settings
+        prompts = self._problems.training_prompts(asked.seed, iteration, asked.prompts, self._held_out)
+        with contextlib.suppress(SeerError):
+            await client.next_prompts(
+                prompts, n=asked.responses, sampling=self._sampling, seed=asked.seed,
+                rollout_number=iteration, timeout_seconds=1.0,
+            )  # fmt: skip
 
     def _save(self) -> None:
         checkpoint.save_run(self._file, asdict(self._settings), self.rows, self.learner)
@@ -243,7 +261,9 @@ def main() -> int:
             raise ValueError(f"--iterations {args.iterations}: give 1 or more")
         check_weights(args.model)
         config = load_config(None, {}, [*sets, *args.sets])
-        trainer = Trainer(Settings(**{**given, "model": model_digest(args.model)}), problems, args.model, out)
+        settings = Settings(**{**given, "model": model_digest(args.model)})
+        # Engines that this run starts have the cores on which it trains.
+        trainer = Trainer(settings, problems, args.model, out, ahead=bool(args.connect))
         if trainer.rows:
             print(f"going on after iteration {len(trainer.rows) - 1} of {out}")
         if len(trainer.rows) < args.iterations:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import train
 from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, shown, token_loss
 
+from seer.client import Unreachable
 from seer.integrations.replayed_routing import padded_experts, replayed_routing
 
 MODEL = problems.MODEL
@@ -193,6 +195,44 @@ def test_a_run_of_other_settings_is_not_continued(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 0}
     with pytest.raises(ValueError, match=r"has seed 0, not 1: give that, or another --out"):
         train.Trainer(dataclasses.replace(settings, seed=1), problems, MODEL, tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_it_names_what_it_will_submit_before_it_trains_and_goes_on_if_it_cannot(
+    ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[Any] = []
+    submitted: list[Any] = []
+
+    class Client:
+        async def submit(self, prompts: Any, **asked: Any) -> Any:
+            submitted.append((prompts, asked))
+            raise Unreachable("this test has no engines")
+
+        async def next_prompts(self, prompts: Any, *, timeout_seconds: float, **asked: Any) -> None:
+            named.append((prompts, asked))
+            raise Unreachable("a buffer of an earlier release")
+
+    async def brought(*_: Any) -> SimpleNamespace:
+        return SimpleNamespace(quarantined={})
+
+    async def rolled(*_: Any) -> Any:
+        return [], None, 0.0
+
+    def step(*_: Any) -> None:
+        assert len(named) == ahead
+        raise ZeroDivisionError
+
+    settings = train.Settings("digest", seed=5, held_out=2)
+    trainer, client = train.Trainer(settings, problems, MODEL, tmp_path, ahead=ahead), Client()
+    with pytest.raises(Unreachable):
+        await trainer._roll(client, 4, problems.training_prompts(5, 4, 24, trainer._held_out), 16)
+    monkeypatch.setattr(train, "bring", brought)
+    monkeypatch.setattr(trainer, "_roll", rolled)
+    monkeypatch.setattr(trainer.learner, "step", step)
+    with pytest.raises(ZeroDivisionError):
+        await trainer._iterate(client, 3)
+    assert named == submitted * ahead
 
 
 def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> None:
