@@ -28,7 +28,7 @@ from engine_cases import (
     sampling_of,
     spoil,
 )
-from shared_engines import MODEL, texts, until_generated
+from shared_engines import MODEL, ONE_CORE, texts, until_generated
 
 from seer.client import RolloutClient
 from seer.common.config import DraftsConfig, load
@@ -279,3 +279,41 @@ async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alon
         assert system.restarts["dgds"] >= 1
     assert disturbed == plain
     assert accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(pair):
+    """Weights stay as they are, so all that ran ahead is right; each prompt comes once."""
+    asked = {"n": 2, "sampling": SamplingParams(max_tokens=160, ignore_eos=True), "rollout_number": 0}
+    prompts = texts(16)
+
+    async def roll(client: RolloutClient, prompts: list[str]) -> list[list[int]]:
+        groups = await (await client.submit(prompts, repeat=True, **asked)).result()
+        return [response.token_ids.tolist() for group in groups for response in group.responses]
+
+    async def count(client: RolloutClient, name: str) -> int:
+        await asyncio.sleep(2.0)  # for the last reports
+        return sum(getattr(instance.stats, name) for instance in (await client.status()).instances)
+
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
+        plain = [await roll(client, part) for part in (prompts[:8], prompts[8:])]
+    settings = [
+        f"shared.model={MODEL}", "engine.max_model_len=400", "engine.max_num_seqs=16",
+        "buffer.chunk_size=32", "pool.kind=none", "drafts.source=grouped", *ONE_CORE,
+    ]  # fmt: skip
+    async with (
+        LocalSystem(load(None, {}, settings), 1) as system,
+        RolloutClient(system.endpoint, tokenizer=MODEL) as client,
+    ):
+        assert await roll(client, prompts[:8]) == plain[0]
+        without = await count(client, "accepted_tokens")
+        await client.next_prompts(prompts[8:], **asked)
+        async with asyncio.timeout(120):
+            while await count(client, "ahead_tokens") < 16 * 160:
+                pass
+        before = await count(client, "accepted_tokens")
+        await client.update_weights(1, MODEL)  # trees are dropped: what is known is what the dgds remembers
+        assert await roll(client, prompts[8:]) == plain[1]
+        after = await count(client, "accepted_tokens")
+        assert after - before > 1.5 * without
