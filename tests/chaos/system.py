@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
+import psutil
 from msgspec.structs import replace
 
 from chaos import trainer
@@ -35,6 +37,9 @@ READY_SECONDS = 600.0
 LEAVE_SECONDS = 60.0
 """Longest orderly end: the buffer's includes `result_ttl_seconds` for groups of killed trainers, and vLLM and
 Mooncake need half of it to say goodbye on a busy machine."""
+
+SPAWN_SECONDS = 10.0
+"""For so long nobody may know a process yet that another task starts on a busy machine."""
 
 MAX_FILES = 150
 """Open files of a process; a connection or a pipe that leaks with each fault gets there soon."""
@@ -294,7 +299,7 @@ class System:
         problems += [f"{count} processes of {file}" for file, count in files.items() if count > 1]
         busy = {self.pid(name) for name in self.trainers}
         lost = {pid: words for pid, words in living.items() if trainer.__file__ in words and pid not in busy}
-        problems += [f"a trainer lives on: {words}" for words in lost.values()]
+        problems += [f"a trainer lives on: {words}" for pid, words in lost.items() if not _is_new(pid)]
         for name, use in self.use().items():
             if use.files > MAX_FILES:
                 problems.append(f"{use.files} open files in {name}")
@@ -332,3 +337,10 @@ class System:
         """Note an end that was not a kill; the pool's services may end by themselves to be started again."""
         if code != -signal.SIGKILL and (name not in POOL or code != PROGRAM_LOST):
             self.deaths.append(f"{name} ended with {code}; its log is in {self.folder}")
+
+
+def _is_new(pid: int) -> bool:
+    try:
+        return time.time() - psutil.Process(pid).create_time() < SPAWN_SECONDS
+    except psutil.NoSuchProcess:
+        return True  # it ended meanwhile
