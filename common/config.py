@@ -191,6 +191,9 @@ class DraftsConfig(Section, frozen=True):
     """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""
     max_paths: Annotated[int, Within(1, 4096, "left out, as many as pay are verified")] | None = None
     """Most draft paths verified per request and step; default: as many as pay."""
+    head: str = ""
+    """A trained drafter beside the trees: the folder of an EAGLE or EAGLE-3 head, or `mtp` for the model's
+    own layers of multi-token prediction. In a step each request drafts from whichever promises more."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
 

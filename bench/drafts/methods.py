@@ -1,10 +1,11 @@
-"""Drafts of three kinds on one engine, in turns: tokens per second, acceptance, and that tokens are equal.
+"""Drafts of several kinds on one engine, in turns: tokens per second, acceptance, and that tokens are equal.
 
-`off`, and ours from a request's own tokens (`own`) or its group's (`grouped`). Responses of a group run one
+`off`, and ours from the tokens of a request (`own`) or of its group (`grouped`); with `--head` also a trained
+head alone (`head`), and beside trees (`own+head`, `grouped+head`). Prints JSON. Responses of a group run one
 after the other as there is room: with one running request, a group's later responses find all earlier ones.
-Prints JSON.
 
     python bench/drafts/methods.py --model examples/countdown/model --prompts examples/countdown/prompts.jsonl
+    python bench/drafts/methods.py ... --head examples/countdown/head --kinds off,grouped,head,grouped+head
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.hardware import machine
+from msgspec import structs
 
 if TYPE_CHECKING:
     from seer.services.engine.vllm.worker import SeerWorker
@@ -34,13 +36,13 @@ RUNNING = {1: 1, 4: 2, 16: 3, 32: 6}
 """Requests that run at once, and how many groups of `GROUP` are measured with them."""
 
 DRAFT = 8
-KINDS = ("off", "own", "grouped")
+KINDS = ("off", "own", "grouped", "head", "own+head", "grouped+head")
 
 
 class Engine:
     """One contestant: an engine that drafts in one way."""
 
-    def __init__(self, kind: str, model: str, prompts: Path) -> None:
+    def __init__(self, kind: str, options: argparse.Namespace) -> None:
         from tokenizers import Tokenizer
 
         from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
@@ -49,14 +51,21 @@ class Engine:
         config = EngineConfig(
             max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0"
         )
-        drafts = None if kind == "off" else DraftsConfig(source=kind, max_draft=DRAFT)
-        self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
+        source, _, _ = kind.partition("+")
+        drafts = DraftsConfig(source="own" if kind == "head" else source, max_draft=DRAFT)
+        if "head" in kind:
+            drafts = structs.replace(drafts, head=options.head)
+        self._backend = VllmBackend(config, SharedConfig(model=options.model), None, drafts)
         self._backend.start()
+        if kind == "head":  # no chunk has a tree
+            self._backend._drafting.begin = lambda _: ""
+        if options.always and kind != "off":
+            self._backend._drafting.start_always()
         self._seconds = [0.0]
-        if drafts is not None:
+        if kind != "off":
             self._backend.core.rpc(watch, seconds=self._seconds)
-        tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-        lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+        tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
+        lines = [json.loads(line)["prompt"] for line in options.prompts.read_text().splitlines()]
         self._prompts = [tokenizer.encode(line).ids for line in lines]
         self._turn = 0
 
@@ -115,9 +124,9 @@ def watch(worker: SeerWorker, seconds: list[float]) -> None:
     drafter.propose = timed
 
 
-def serve(kind: str, model: str, prompts: Path) -> None:
+def serve(options: argparse.Namespace) -> None:
     """Run as a contestant: answer each `running turn` on stdin with a result."""
-    engine = Engine(kind, model, prompts)
+    engine = Engine(options.serve, options)
     engine.run(16, 1000)
     print(READY, flush=True)
     for line in sys.stdin:
@@ -130,7 +139,8 @@ class Contestant:
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--serve", kind, "--model", options.model]
-        command += ["--prompts", str(options.prompts)]
+        command += ["--prompts", str(options.prompts), "--head", options.head]
+        command += ["--always"] if options.always else []
         self._process = subprocess.Popen(
             ["taskset", "-c", "0", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
@@ -190,12 +200,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--head", default="", help="folder of a draft head")
+    parser.add_argument("--always", action="store_true", help="draft in every step, whether it pays or not")
+    parser.add_argument("--kinds", default=",".join(KINDS[:3]))
     parser.add_argument("--running", default=",".join(map(str, RUNNING)))
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.model, options.prompts)
+        serve(options)
         return
     kinds = options.kinds.split(",")
     report: dict[str, Any] = {"machine": machine("torch", "vllm"), "group": GROUP, "max_tokens": MAX_TOKENS}

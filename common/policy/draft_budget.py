@@ -58,7 +58,8 @@ FIRST_REFRESHES = (2, 4, 8, 16)
 
 _EDGES = np.array(SCORE_EDGES, dtype=np.float32)
 _CLASSES = len(SCORE_EDGES) + 1
-_PRIOR = np.array(PRIOR)
+_PRIOR = np.array(PRIOR * 2)
+_CELLS = 2 * CELLS  # those of trees, then those of a head, whose scores are its own probabilities
 
 Counts = NDArray[np.int32]
 Scores = NDArray[np.float32]
@@ -66,11 +67,16 @@ Scores = NDArray[np.float32]
 
 @dataclass(slots=True)
 class Choice:
-    """What a step verifies: the first `keep[i]` tokens of draft i. `cells` [n, width], `slots` [n]."""
+    """What a step verifies: the first `keep[i]` tokens of draft i. `cells` [n, width], `slots` [n].
+
+    `by_head` [n]: of the head's draft, not of the tree's; `saves`: the seconds that a head's drafts save.
+    """
 
     keep: Counts
     cells: Counts
     slots: NDArray[np.intp]
+    by_head: NDArray[np.bool_] | None = None
+    saves: float = 0.0
 
 
 def choose_lengths(
@@ -98,11 +104,11 @@ class _Tables:
     """What was learned of each group, by its slot."""
 
     def __init__(self, slots: int) -> None:
-        self.counts = np.zeros((slots, 2, CELLS))  # verified, accepted
-        self.fresh = np.zeros((slots, 2, CELLS), dtype=np.int64)  # the same, since the last refresh
-        self.unreported = np.zeros((slots, 2, CELLS), dtype=np.int64)  # the same, since `take_learned`
-        self.prior = np.zeros((slots, CELLS))
-        self.rates = np.zeros((slots, CELLS))
+        self.counts = np.zeros((slots, 2, _CELLS))  # verified, accepted
+        self.fresh = np.zeros((slots, 2, _CELLS), dtype=np.int64)  # the same, since the last refresh
+        self.unreported = np.zeros((slots, 2, _CELLS), dtype=np.int64)  # the same, since `take_learned`
+        self.prior = np.zeros((slots, _CELLS))
+        self.rates = np.zeros((slots, _CELLS))
         self.reported = np.zeros(slots, dtype=bool)  # whether the prior was reported for this very group
 
     def clear(self, slot: int) -> None:
@@ -131,7 +137,7 @@ class DraftBudget:
         self._useless_steps, self._paused_steps, self._age = 0, 0, 0
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._all = np.zeros((2, CELLS))  # tokens verified and right, of all groups
+        self._all = np.zeros((2, _CELLS))  # tokens verified and right, of all groups
         self._tables = _Tables(16)
 
     def slot(self, group_id: str, reported: Sequence[float] = ()) -> int:
@@ -146,7 +152,9 @@ class DraftBudget:
             return slot
         group = self._tables
         group.reported[slot] = bool(reported)
-        group.prior[slot] = reported or _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        group.prior[slot] = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        if reported:
+            group.prior[slot, :CELLS] = reported
         group.rates[slot] = _rates(group.counts[slot], group.prior[slot], GROUP_WEIGHT)
         return slot
 
@@ -170,14 +178,22 @@ class DraftBudget:
         lengths: Counts,
         batch: int,
         high: NDArray[np.bool_] | None = None,
+        head: tuple[Scores, Counts] | None = None,
     ) -> Choice:
-        """Choose among n drafts with `scores` [n, width], `lengths` [n], in a step of `batch` requests."""
+        """Choose among n drafts with `scores` [n, width], `lengths` [n], in a step of `batch` requests.
+
+        `head`: scores [n, k] and lengths [n] of a head's drafts, taken where they promise more tokens.
+        """
         n, width = scores.shape
-        cells, chances = np.empty((n, width), dtype=np.int32), np.empty((n, width))
-        _native.rate_drafts(scores, lengths, slots, _EDGES, self._bases, self._tables.rates, cells, chances)
+        cells, chances = self._rate(scores, lengths, slots, self._bases)
+        by_head, more = None, 0.0
+        if head is not None:
+            by_head, more = self._replace(cells, chances, slots, *head)
+            lengths = np.where(by_head, head[1], lengths)
         weights = None if high is None else np.where(high, HIGH_WEIGHT, 1.0)
         batch = max(batch, n)
-        keep = choose_lengths(chances, self.seconds(batch, n * width), batch - n, weights)
+        seconds = self.seconds(batch, n * width)
+        keep = choose_lengths(chances, seconds, batch - n, weights)
         if np.count_nonzero(keep):  # any() takes a microsecond more
             self._useless_steps = self._paused_steps = 0
         elif self._useless_steps >= PAUSE_AFTER_STEPS:
@@ -186,7 +202,33 @@ class DraftBudget:
             keep[likeliest] = min(PROBE_TOKENS, int(lengths[likeliest]))
         elif np.count_nonzero(lengths):  # an empty tree says nothing about drafts
             self._useless_steps += 1
-        return Choice(keep, cells, slots)
+        # Without the head's tokens, others would take so long to come.
+        saves = more * float(seconds[keep.sum()]) / (batch + float(chances.sum())) if more else 0.0
+        return Choice(keep, cells, slots, by_head, saves)
+
+    def _rate(
+        self, scores: Scores, lengths: Counts, slots: NDArray[np.intp], bases: NDArray[np.intp]
+    ) -> tuple[Counts, NDArray[np.float64]]:
+        """Return each token's cell, and P(it and all before it are accepted)."""
+        cells, chances = np.empty(scores.shape, dtype=np.int32), np.empty(scores.shape)
+        _native.rate_drafts(scores, lengths, slots, _EDGES, bases, self._tables.rates, cells, chances)
+        return cells, chances
+
+    def _replace(
+        self,
+        cells: Counts,
+        chances: NDArray[np.float64],
+        slots: NDArray[np.intp],
+        head: Scores,
+        lengths: Counts,
+    ) -> tuple[NDArray[np.bool_], float]:
+        """Put the head's cells and chances where their sum is greater; return where, and how much more."""
+        k = head.shape[1]
+        own, likely = self._rate(head, lengths, slots, self._bases + CELLS)
+        more = likely.sum(axis=1) - chances.sum(axis=1)
+        better: NDArray[np.bool_] = more > 0
+        cells[better, :k], chances[better, :k], chances[better, k:] = own[better], likely[better], 0.0
+        return better, float(more[better].sum())
 
     def learn(self, choice: Choice, accepted: Counts) -> None:
         """Count the tokens of a choice: `accepted` [n] of each draft were, -1 where none was verified."""
@@ -201,7 +243,7 @@ class DraftBudget:
         slot = self._slots.get(group_id)
         if slot is None:
             return [], []
-        drafted, right = self._tables.unreported[slot].tolist()
+        drafted, right = self._tables.unreported[slot, :, :CELLS].tolist()
         self._tables.unreported[slot] = 0
         return drafted, right
 
@@ -213,7 +255,8 @@ class DraftBudget:
         counts = group.counts[slots] * 0.5 ** (totals / HALF_LIFE)[:, None, None] + fresh
         self._all = self._all * 0.5 ** (totals.sum() / HALF_LIFE) + fresh.sum(axis=0)
         common = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
-        prior = np.where(group.reported[slots, None], group.prior[slots], common)
+        reported = group.reported[slots, None] & (np.arange(_CELLS) < CELLS)
+        prior = np.where(reported, group.prior[slots], common)
         group.counts[slots], group.prior[slots], group.fresh[slots] = counts, prior, 0
         group.rates[slots] = _rates(counts, prior, GROUP_WEIGHT)
 
@@ -242,5 +285,5 @@ def _bases(places: NDArray[np.intp]) -> NDArray[np.intp]:
 
 
 def _rates(counts: NDArray[np.float64], prior: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
-    # As `Acceptance.rates`, for [..., 2, CELLS].
+    # As `Acceptance.rates`, for [..., 2, _CELLS].
     return (counts[..., 1, :] + weight * prior) / (counts[..., 0, :] + weight)

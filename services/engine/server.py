@@ -121,8 +121,8 @@ class EngineServer:
             transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
         self._uses_dgds = config.drafts.source in ("grouped", "late")
-        drafts = settings.backend != "replay"
-        self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
+        self._head = "" if inline else config.drafts.head
+        self._draft_groups = DraftGroups() if self._uses_dgds and not inline else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
         self._pace, self._ahead_tokens = Pace(), 0
         self.running: dict[str, RunningChunk] = {}
@@ -167,7 +167,7 @@ class EngineServer:
     async def _join(self) -> None:
         self._info: BackendInfo = await self._driver.start(self._settings.load_seconds)
         try:
-            await self._updater.start(self._model)
+            await self._updater.start(self._model, self._head)
             await self._buffer.open(JOIN_SECONDS)
             self._weights_endpoint = await self._peers.start(
                 self._copies_at(), self._endpoint, own_public(self._security)

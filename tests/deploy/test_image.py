@@ -29,6 +29,7 @@ NEED_EXTRA = {
     f"{ENGINE}.decode_scheduler": "vllm",
     f"{ENGINE}.drafts.device_paths": "torch",
     f"{ENGINE}.drafts.draft_gate": "torch",
+    f"{ENGINE}.drafts.head_speculator": "torch",
     f"{ENGINE}.drafts.path_kernels": "triton",
     f"{ENGINE}.drafts.path_ops": "torch",
     f"{ENGINE}.drafts.speculator": "torch",

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import ways
 from engine_cases import engine_of, one_go
+from heads import with_prediction
 from shared_engines import MODEL
 from tiny_families import tiny
 
+from seer.common.config import DraftsConfig
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
@@ -179,3 +182,27 @@ def test_experts_that_a_chunk_got_from_the_token_before_are_called_a_bug(tmp_pat
     cell = verified("qwen3-moe", "chunk-16", "engine.routed_experts=true")["chunk-16"]
     assert cell["bug"] > 10
     assert cell["other_routes"] > 500
+
+
+def test_a_models_own_layers_draft(tmp_path: Path) -> None:
+    """The layers are random: nothing is said about their drafts, but that no token changes."""
+    old = with_prediction(
+        tmp_path / "old", 3
+    )  # vLLM has the layer share the model's embeddings, as they are equal
+    updates = [
+        with_prediction(tmp_path / "new", 4, of_its_own=0.3),
+        with_prediction(tmp_path / "without", 5, layer=False),
+    ]
+    found = []
+    for drafts in (None, DraftsConfig(max_draft=4, head="mtp", source="own", cache=str(tmp_path))):
+        with engine_of(old, drafts, kv_blocks=ways.BLOCKS) as backend:
+            if drafts is not None:
+                backend._drafting.start_always()
+                backend._drafting.begin = lambda _: ""  # no chunk has a tree
+            found.append([ways.in_one_go(backend)])
+            for folder in updates:
+                backend.load_weights(folder, folder.name)
+                found[-1].append(ways.in_one_go(backend))
+            assert drafts is None or backend.stats().drafted_tokens
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1] != found[0][2]

@@ -347,3 +347,56 @@ def test_slots_are_given_out_again_clean():
     budget.forget("never known")
     assert budget.slot("new", from_percent([99] * CELLS)) == used
     assert step_of(budget, 0.7, right=4, group="new").keep.sum() == 16
+
+
+# --- a head's drafts beside those of trees ----------------------------------------------------
+
+
+def beside(budget, trees, head, n=4, width=4, length=4, group="g"):
+    """Return what is chosen of n trees' drafts and a head's, three tokens each, all with these scores."""
+    slots, lengths = np.full(n, budget.slot(group)), np.full(n, length, dtype=np.int32)
+    scores = np.full((n, width), trees, dtype=np.float32)
+    own = np.full((n, 3), head, dtype=np.float32), np.full(n, 3, dtype=np.int32)
+    return budget.choose(slots, scores, lengths, n, head=own)
+
+
+def test_a_draft_is_of_whichever_promises_more():
+    budget = DraftBudget(linear(0.004, 0.0001), 4)
+    assert not beside(budget, 0.95, 0.3).by_head.any()
+    better = beside(budget, 0.3, 0.95)
+    assert better.by_head.all()
+    assert better.keep.tolist() == [3] * 4  # as many as the head drafted
+    assert beside(budget, 0.95, 0.95, length=0).by_head.all(), "an empty tree"
+    assert not beside(budget, 0.95, 0.95).by_head.any(), "a fourth token is worth more"
+
+
+def test_a_head_is_judged_by_its_own_drafts():
+    budget = DraftBudget(linear(0.004, 0.0001), 4)
+    for _ in range(10 * REFRESH_STEPS):  # it is sure of itself, and wrong
+        choice = beside(budget, 0.5, 0.97)
+        right = np.where(choice.by_head, 0, choice.keep)
+        budget.learn(choice, right.astype(np.int32))
+    assert not beside(budget, 0.5, 0.97).by_head.any()
+    assert beside(budget, 0.5, 0.97).keep.tolist() == [4] * 4
+    assert not beside(budget, 0.5, 0.97, group="new").by_head.any(), "of other groups, too"
+
+
+def test_what_a_head_taught_is_not_told_as_a_trees():
+    budget = DraftBudget(linear(0.004, 0.0001), 4)
+    budget.learn(beside(budget, 0.3, 0.95), np.full(4, 2, dtype=np.int32))
+    assert budget.take_learned("g") == ([0] * CELLS, [0] * CELLS)
+    budget.slot("told", from_percent([99] * CELLS))
+    for _ in range(4 * REFRESH_STEPS):  # what was told is of trees
+        budget.learn(beside(budget, 0.01, 0.97, group="told"), np.zeros(4, dtype=np.int32))
+    assert not beside(budget, 0.5, 0.97, group="told").by_head.any()
+
+
+def test_a_head_saves_the_time_in_which_its_tokens_would_have_come():
+    budget = DraftBudget(linear(0.1, 0.0), 4)
+    assert beside(budget, 0.95, 0.3).saves == 0
+    alone = beside(budget, 0.95, 0.95, length=0)
+    more = 4 * 3 * PRIOR[-1]  # of four requests, three tokens each
+    assert alone.saves == pytest.approx(0.1 * more / (4 + more), rel=1e-3)
+    assert 0 < beside(budget, 0.5, 0.95).saves < alone.saves, "trees have some already"
+    slow = DraftBudget(linear(0.2, 0.0), 4)
+    assert beside(slow, 0.95, 0.95, length=0).saves == pytest.approx(2 * alone.saves)

@@ -21,6 +21,7 @@ from triton.backends import backends  # noqa: E402
 
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # before vllm looks for it
 from vllm.v1.worker.gpu import block_table, input_batch  # noqa: E402 - after torch and triton
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as head  # noqa: E402
 
 from seer.services.engine.vllm import cpu_kernels  # noqa: E402
 
@@ -143,6 +144,73 @@ def test_a_step_leaves_all_memory_as_tritons_kernels_do(
     theirs = copy.deepcopy(ours)
     ours.run({})
     theirs.run(TRITON)
+    assert ours.memory() == theirs.memory()
+
+
+class HeadStep:
+    """What a draft head is given in a step and in `depths` more, of the same numbers for each `seed`."""
+
+    def __init__(self, seed: int, rows: int, requests: int, most: int) -> None:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, most + 2, requests)
+        self.slots, self.starts = (
+            torch.tensor(rng.permutation(rows)[:requests]),
+            int32([0, *np.cumsum(lengths)]),
+        )
+        self.rejected, self.sampled = int32(rng.integers(0, lengths)), int32(rng.integers(0, 2, requests))
+        tokens = int(self.starts[-1])
+        self.target_ids, self.target_lens = (
+            int32(rng.integers(0, VOCAB, tokens)),
+            int32(rng.integers(1, 60, rows)),
+        )
+        self.target_positions = torch.tensor(rng.integers(0, 60, tokens))
+        self.last = torch.tensor(rng.integers(0, VOCAB, (rows, 1)))
+        self.next_prefill = int32(rng.integers(0, VOCAB, (1, rows)))
+        self.indices, self.keys = torch.full((rows,), 5), torch.tensor(rng.integers(0, 60, rows))
+        self.depth, self.ids = torch.tensor(3), int32([3] * (tokens + 5))
+        self.positions, self.lens = torch.full((tokens + 5,), 7), int32([9] * rows)
+        self.query_starts = int32([1] * (rows + 1))
+        self.drafts = torch.tensor(rng.integers(0, VOCAB, (3, requests)))
+        self.made, self.hidden = torch.zeros((rows, 3), dtype=torch.int64), torch.zeros((tokens + 5, 4))
+        self.outputs = torch.tensor(rng.random((3, requests, 4)), dtype=torch.float32)
+
+    memory = Step.memory
+
+    def run(self, kernels: dict[str, Any], moves: bool) -> None:
+        n, rows, how = len(self.slots), len(self.lens), {"BLOCK_SIZE": 8, "ADVANCE_DRAFT_POSITIONS": moves}
+
+        def launch(name: str, grid: int, *arguments: Any, **constants: Any) -> None:
+            call = kernels[name][(grid,)] if name in kernels else getattr(cpu_kernels, name)
+            call(*arguments, **constants)
+
+        launch("prepare_head", n, self.indices, self.depth, self.ids, self.positions, self.query_starts, self.lens,
+               self.target_ids, self.target_positions, self.slots, self.last, self.next_prefill, self.sampled,
+               self.rejected, self.starts, self.target_lens, rows, BLOCK_SIZE=8)  # fmt: skip
+        launch("prepare_head_decode", n + 1, self.drafts[0], 1, self.target_lens, self.rejected, self.ids,
+               self.positions, self.keys, self.query_starts, self.lens, MODEL_LEN, rows, **how)  # fmt: skip
+        for depth in (1, 2):
+            self.depth.fill_(depth)
+            launch("update_head_inputs", n, self.made, self.made.stride(0), self.hidden, self.hidden.stride(0),
+                   self.ids, self.positions, self.keys, self.lens, self.drafts[depth], self.depth,
+                   self.outputs[depth], 4, 4, MODEL_LEN, 3, **how)  # fmt: skip
+
+
+HEAD = {
+    "prepare_head": head._prepare_prefill_inputs_kernel,
+    "prepare_head_decode": head._prepare_decode_inputs_kernel,
+    "update_head_inputs": head._update_draft_inputs_kernel,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 3), st.booleans(), st.data())
+def test_a_head_is_given_what_tritons_kernels_give_it(
+    seed: int, rows: int, most: int, moves: bool, data: st.DataObject
+) -> None:
+    ours = HeadStep(seed, rows, data.draw(st.integers(1, rows)), most)
+    theirs = copy.deepcopy(ours)
+    ours.run({}, moves)
+    theirs.run(HEAD, moves)
     assert ours.memory() == theirs.memory()
 
 

@@ -265,12 +265,15 @@ def test_without_graphs_and_ahead_all_draft_as_many(engine, monkeypatch):
 
 def test_other_captured_sizes_have_another_profile(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    core = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(model=tmp_path)), versions={},
-        capacity=capacity(10_000, 5000),
-    )  # fmt: skip
+    config = SimpleNamespace(model_config=SimpleNamespace(model=tmp_path), speculative_config=None)
+    core = SimpleNamespace(vllm_config=config, versions={}, capacity=capacity(10_000, 5000))
     kinds = [Graphs(), Graphs(mixed=(9,)), Graphs(mixed=(9, 18)), Graphs(mixed=(9,), full=(9,))]
     assert len({costs._key(core, [1, 2], 8, False, each) for each in kinds}) == len(kinds)
+    plain = costs._key(core, [1, 2], 8, False, Graphs())
+    config.speculative_config = SimpleNamespace(
+        use_ngram=lambda: False, draft_model_config=SimpleNamespace(model=tmp_path)
+    )
+    assert costs._key(core, [1, 2], 8, False, Graphs()) != plain, "with a head"
 
 
 def test_a_profile_of_graphs_is_kept_as_it_was_measured(tmp_path, monkeypatch):

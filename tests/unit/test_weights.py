@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from seer.services.engine.weights.manifest import (
     Manifest,
     Tensor,
     differences,
+    optional_tensors,
     read_manifest,
     resolve_beneath,
 )
@@ -89,10 +91,42 @@ def test_quantizers_may_write_a_scale_in_other_ways(ours, theirs, problem):
     assert re.search(problem, found) if problem else found == ""
 
 
+def test_a_draft_heads_tensors_may_come_or_not(tmp_path):
+    base = tmp_path / "model"
+    layers = [f"model.layers.{layer}.mlp.w" for layer in (0, 1, 2)]
+    names = [*layers, "mtp.fc.w", "model.visual.layers.7.w", "lm_head.w"]
+    model(base, tuple((name, "BF16", [1], b"12") for name in names))
+    (base / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    head = model(tmp_path / "head", (("fc.w", "BF16", [2], b"1234"), ("a.d2t", "BF16", [], b"12")))
+    read = read_manifest(base)
+    live = replace(read, optional=optional_tensors(base, read.tensors, str(head)))
+    assert sorted(live.optional) == ["draft.a.d2t", "draft.fc.w", layers[2], "mtp.fc.w"]
+    assert live.uncertain_bytes == 2 * (4 + 2 + 2 + 2)  # of a head in bfloat16 that comes as float32
+
+    def told(*without: str, **more: Tensor) -> str:
+        tensors = {name: each for name, each in read.tensors.items() if name not in without}
+        return differences(live, Manifest(tensors | more, ""))
+
+    fits = {"draft.fc.w": Tensor("F32", (2,))}
+    assert [told(), told(layers[2], "mtp.fc.w"), told(**fits)] == [""] * 3
+    assert "lacks tensor mtp.fc.w, and has others" in told("mtp.fc.w")
+    assert "lacks tensor model.layers.1" in told(layers[1])
+    assert "lacks tensor model.visual.layers.7" in told("model.visual.layers.7.w")
+    assert "draft.fc.w has shape [3]" in told(**{"draft.fc.w": Tensor("F32", (3,))})
+    assert "draft.fc.w has type I32" in told(**{"draft.fc.w": Tensor("I32", (2,))})
+    assert "draft.other that the model lacks" in told(**{"draft.other": Tensor("F32", (2,))})
+    assert "draft.fc.w that the model lacks" in differences(read, Manifest(read.tensors | fits, ""))
+    for folder, kept in (("mtp", 2), ("", 2)):
+        assert len(optional_tensors(base, read.tensors, folder)) == kept
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(InvalidField, match=r"drafts\.head"):
+        optional_tensors(base, read.tensors, str(tmp_path / "bad"))
+
+
 def test_scales_are_counted_apart():
     """A stream has another size when its scales have another type."""
     found = {"a.weight": Tensor("F8_E4M3", (4, 6)), "a.weight_scale_inv": Tensor("BF16", (2, 3))}
-    assert Manifest(found | {"b.weight_scale": Tensor("F32", ())}, "").scale_bytes == 2 * 6 + 4
+    assert Manifest(found | {"b.weight_scale": Tensor("F32", ())}, "").uncertain_bytes == 2 * 6 + 4
 
 
 def test_what_is_wrong_with_a_folder(tmp_path):

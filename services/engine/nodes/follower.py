@@ -224,7 +224,7 @@ class Follower:
     async def _read(self, question: wire.CheckWeights) -> Path:
         checker = self._checker
         if checker.model is None and self._config.shared.model:
-            await checker.start(Path(self._config.shared.model))
+            await checker.start(Path(self._config.shared.model), self._config.drafts.head)
         return await checker.checked_folder(question.source, question.digest)
 
     async def _present(self, question: wire.CheckWeights) -> Path:

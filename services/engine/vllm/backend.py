@@ -163,7 +163,7 @@ class VllmBackend:
             raise
         except Exception as error:  # whatever a first forward pass provokes inside vLLM
             self.close()
-            raise EngineError(loading.explain(error, self._config, self._shared)) from error
+            raise EngineError(loading.explain(error, self._config, self._shared, self._drafts)) from error
         self.fault_position = planted_position()
         self._reset_counters()  # of what was run to check and to measure
 

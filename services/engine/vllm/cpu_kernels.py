@@ -36,7 +36,7 @@ def register() -> None:
 
     triton.next_power_of_2 = next_power_of_2  # vLLM's stand-in for Triton lacks it
     module = "vllm.v1.worker.gpu"
-    inputs = f"{module}.input_batch"
+    inputs, head = f"{module}.input_batch", f"{module}.spec_decode.target_dependent_ar.speculator"
     register_kernels(
         {
             f"{module}.buffer_utils._apply_write_kernel": apply_write,
@@ -54,6 +54,9 @@ def register() -> None:
             f"{module}.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
             f"{module}.sample.logprob._ranks_kernel": ranks,
             f"{module}.structured_outputs._apply_grammar_bitmask_kernel": apply_grammar_bitmask,
+            f"{head}._prepare_prefill_inputs_kernel": prepare_head,
+            f"{head}._prepare_decode_inputs_kernel": prepare_head_decode,
+            f"{head}._update_draft_inputs_kernel": update_head_inputs,
         }
     )
 
@@ -276,6 +279,59 @@ def apply_grammar_bitmask(
         request, position = divmod(place, MASK_STRIDE)
         if bounds[request] + position < bounds[request + 1]:
             logits[bounds[request] + position].masked_fill_(~allowed, -torch.inf)
+
+
+def prepare_head(
+    last_indices: Tensor, depth: Tensor, ids: Tensor, positions: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, target_ids: Tensor, target_positions: Tensor, idx_mapping: Tensor, last_sampled: Tensor,
+    next_prefill: Tensor, num_sampled: Tensor, num_rejected: Tensor, target_starts: Tensor,
+    target_lens: Tensor, *_: object, **__: object,
+) -> None:  # fmt: skip
+    """Give a draft head the step's tokens, each in its predecessor's place, and what follows on the last."""
+    n, end = len(idx_mapping), int(target_starts[len(idx_mapping)])
+    starts, ends = target_starts[:n], target_starts[1 : n + 1]
+    last = (ends - num_rejected[:n] - 1).long()
+    kept = torch.arange(end) <= last.repeat_interleave(ends - starts)
+    following, moved = last_sampled.view(-1)[idx_mapping], kept[1:] & kept[:-1]
+    following = torch.where(num_sampled[:n] > 0, following, next_prefill.view(-1)[idx_mapping])
+    ids[: end - 1] = torch.where(moved, target_ids[1:end], ids[: end - 1])
+    ids[last] = following.to(ids.dtype)
+    positions[:end] = torch.where(kept, target_positions[:end], positions[:end])
+    query_start_loc[:n], query_start_loc[n:] = starts, end
+    seq_lens[:n], seq_lens[n:] = target_lens[:n], 0
+    last_indices[:n], last_indices[n:] = last, 0
+    depth.zero_()
+
+
+def prepare_head_decode(
+    drafts: Tensor, _stride: int, target_lens: Tensor, num_rejected: Tensor, ids: Tensor, positions: Tensor,
+    keys: Tensor, query_start_loc: Tensor, seq_lens: Tensor, most: int, rows: int,
+    ADVANCE_DRAFT_POSITIONS: bool, **_: object,  # noqa: N803 - the kernel's names
+) -> None:  # fmt: skip
+    """Give a draft head its first draft of each request, one position further."""
+    n, further = len(drafts), int(ADVANCE_DRAFT_POSITIONS)
+    torch.clamp(torch.arange(rows + 1, dtype=torch.int32), max=n, out=query_start_loc[: rows + 1])
+    seq_lens[:n], seq_lens[n:] = target_lens[:n] - num_rejected[:n], 0
+    ids[:n] = drafts.to(ids.dtype)
+    keys[:n] += 1
+    positions[:n].add_(further).clamp_(max=most - 1)
+    seq_lens[:n].add_(further).clamp_(max=most)
+
+
+def update_head_inputs(
+    out: Tensor, _stride: int, following: Tensor, _following_stride: int, ids: Tensor, positions: Tensor,
+    keys: Tensor, seq_lens: Tensor, drafts: Tensor, depth: Tensor, hidden: Tensor, _hidden_stride: int,
+    _size: int, most: int, steps: int, ADVANCE_DRAFT_POSITIONS: bool, **_: object,  # noqa: N803
+) -> None:  # fmt: skip
+    """Keep a draft head's drafts of this depth, and give them to it with what it made of the last ones."""
+    n, further = len(drafts), int(ADVANCE_DRAFT_POSITIONS)
+    out[:n, int(depth)] = drafts
+    if int(depth) >= steps - 1:
+        return
+    ids[:n], following[:n] = drafts.to(ids.dtype), hidden[:n]
+    keys[:n] += 1
+    positions[:n].add_(further).clamp_(max=most - 1)
+    seq_lens[:n].add_(further).clamp_(max=most)
 
 
 class FreshBlocks:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class LaidOut:
     def __init__(
         self, config: VllmConfig, model: torch.nn.Module, folder: str, stop: Callable[[], bool]
     ) -> None:
+        self.folder = Path(folder)
         self._live = list(model.modules())
         self._twins = [copy.copy(module) for module in self._live]
         try:

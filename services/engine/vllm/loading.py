@@ -22,6 +22,7 @@ from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.common.types import MAX_IMAGES
 from seer.common.weights.digest import problem_of
 from seer.services.engine.vllm.decode_graphs import capture_sizes
+from seer.services.engine.vllm.drafts.head_config import MTP, check_head, head_folder, head_kind
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def load(
     except EngineError:
         raise
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
-        raise EngineError(explain(error, config, shared)) from error
+        raise EngineError(explain(error, config, shared, drafts)) from error
 
 
 def load_node(
@@ -99,7 +100,7 @@ def load_node(
     except EngineError:
         raise
     except Exception as error:
-        raise EngineError(explain(error, config, shared)) from error
+        raise EngineError(explain(error, config, shared, drafts)) from error
 
 
 def _vllm_config(
@@ -127,7 +128,7 @@ def _vllm_config(
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:
-        extras["speculative_config"] = speculation(drafts, config)
+        extras |= {"speculative_config": speculation(drafts, config)} | _kept_asleep(drafts)
     if meeting is not None:
         extras |= {"nnodes": config.nodes, "node_rank": config.node_rank}
         extras |= {"master_addr": meeting.host, "master_port": meeting.port}
@@ -149,6 +150,8 @@ def _vllm_config(
         lengths = speculation(drafts, config)["num_speculative_tokens_per_batch_size"]
         vllm_config.speculative_config.num_speculative_tokens_per_batch_size = lengths
     _check_model(vllm_config, shared)
+    if drafts is not None and drafts.head:
+        check_head(drafts.head, vllm_config)
     if config.routed_experts and not vllm_config.model_config.is_moe:
         raise EngineError(
             f"engine.routed_experts = true: shared.model = {shared.model!r} has no experts; set it to false"
@@ -197,13 +200,27 @@ def _profiling_executor(executor: type[Executor], max_draft: int, routed_experts
 
 
 def speculation(drafts: DraftsConfig, config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's configuration of drafts by n-grams, whose place `drafts.speculator` takes."""
-    return {
-        "method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1,
+    """Return vLLM's configuration of drafts: of a head, or by n-grams, whose place `drafts.speculator` takes.
+
+    Raises `EngineError` for a head that is none.
+    """
+    how = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    if drafts.head:
+        how = (
+            {"method": "mtp"}
+            if drafts.head == MTP
+            else {"method": head_kind(drafts.head), "model": drafts.head}
+        )
+    return how | {
         "num_speculative_tokens": drafts.max_draft,
         # Else vLLM gives requests that come with one token to compute that many drafts of token -1.
         "num_speculative_tokens_per_batch_size": [[1, config.max_num_seqs, drafts.max_draft]],
-    }  # fmt: skip
+    }
+
+
+def _kept_asleep(drafts: DraftsConfig) -> dict[str, list[str]]:
+    """Return which parameters outlast sleep at level 2: those of a head, which the next load may lack."""
+    return {"sleep_preserve_parameter_names": ["draft.*"]} if drafts.head else {}
 
 
 def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:
@@ -302,7 +319,8 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    layers = model.get_num_layers(parallel) + (head_folder(vllm_config) is not None)
+    per_token = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size()
     block, seqs = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
     longest = model.max_model_len + 2 * block  # rounding, the null block
     tokens = longest * seqs + scratch * block
@@ -312,7 +330,9 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
     return min(usable, int(node.available_memory * CPU_KV_SHARE / ranks))
 
 
-def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:
+def explain(
+    error: Exception, config: EngineConfig, shared: SharedConfig, drafts: DraftsConfig | None = None
+) -> str:
     """Return one line for an error of vLLM while loading, which names the field to change."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.partition("Value error, ")[2] or text  # pydantic begins so
@@ -336,6 +356,8 @@ def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str
         fix = f"change engine.tensor_parallel (now {config.tensor_parallel}) to divide the model's heads"
     else:
         fix = "give a model folder that vLLM can load, and an engine.dtype that it knows"
+    if drafts is not None and drafts.head:
+        fix += f"; or change drafts.head (now {drafts.head!r})"
     if settings := ", ".join(f"{name} = {value}" for name, value in config.vllm.texts().items()):
         fix += f"; or change {settings}"
     return f"shared.model = {shared.model!r} cannot be loaded: {fix}. vLLM says: {text[:MAX_VLLM_TEXT]}"

@@ -35,6 +35,7 @@ from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts import speculator
 from seer.services.engine.vllm.drafts.device_paths import DevicePaths
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
+from seer.services.engine.vllm.drafts.head_config import head_folder, heads_in, kept_heads, pass_by_heads
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.expert_routes import ExpertRoutes
@@ -106,6 +107,7 @@ class SeerWorker:
         if runner.device.type == "cpu":
             self.seer_blocks = runner.kv_block_zeroer = FreshBlocks(runner)
         self.seer_sampler = runner.sampler = runner.rejection_sampler = SlotSampler(runner)
+        pass_by_heads(type(runner.get_model()))
         if max_draft:
             runner.speculator.attach(runner, self.seer_sampler)
         self.seer_paths = None
@@ -196,13 +198,25 @@ class SeerWorker:
         if self.seer_laid_out is None:
             raise EngineError("no weights are laid out")
         self.seer_laid_out.use()
+        self._load_head(self.seer_laid_out.folder)
         self.model_runner.reset_lora_state()  # as `reload_weights` does
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
     def seer_load_weights(self, folders: list[str]) -> None:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
-        reloading(self.reload_weights, weights_path=self._own(folders))
+        folder = self._own(folders)
+        reloading(self.reload_weights, weights_path=folder)
+        self._load_head(folder)
+
+    @property
+    def _has_head(self) -> bool:
+        return head_folder(self.vllm_config) is not None
+
+    def _load_head(self, folder: str | Path) -> None:
+        """Load a folder's tensors of the head, if there is a head."""
+        if self._has_head:
+            self.model_runner.speculator.load_head(heads_in(Path(folder), self.vllm_config))
 
     def seer_load_adapter(self, folders: list[str]) -> None:
         """Load the model of the start, with the adapter in its node's folder merged into it."""
@@ -225,7 +239,13 @@ class SeerWorker:
         except (SourceLost, OSError, ValueError) as error:
             return str(error)
         try:
-            reloading(self.reload_weights, weights_iterator=receiver.tensors())
+            heads: dict[str, torch.Tensor] = {}
+            tensors = receiver.tensors()
+            if self._has_head:
+                tensors = kept_heads(tensors, heads, self.vllm_config)
+            reloading(self.reload_weights, weights_iterator=tensors)
+            if self._has_head:
+                self.model_runner.speculator.load_head(iter(heads.items()))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned
         finally:

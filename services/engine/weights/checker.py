@@ -13,6 +13,7 @@ Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +29,13 @@ from seer.common.weights.safetensors import stamps
 from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
 from seer.services.engine.weights.fetcher import WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
+from seer.services.engine.weights.manifest import (
+    Manifest,
+    differences,
+    optional_tensors,
+    read_manifest,
+    read_planned,
+)
 
 if TYPE_CHECKING:
     from seer.services.engine.nodes.leader import Leader
@@ -72,11 +79,13 @@ class WeightChecker:
         self._live_hashes = self._hashes
         """Source and tensors' hashes of what was checked last, and of what was loaded last."""
 
-    async def start(self, base: Path) -> Manifest:
-        """Read the model folder that the engine was started with. Raises `SeerError`."""
+    async def start(self, base: Path, head: str = "") -> Manifest:
+        """Read the model that the engine was started with, and its head, a folder. Raises `SeerError`."""
         self.base = base
-        self.model = await asyncio.to_thread(functools.partial(read_manifest, base, finite=self._finite))
-        self._fetcher.model_bytes, self._fetcher.scale_bytes = self.model.size, self.model.scale_bytes
+        read = await asyncio.to_thread(functools.partial(read_manifest, base, finite=self._finite))
+        optional = await asyncio.to_thread(optional_tensors, base, read.tensors, head)
+        self.model = dataclasses.replace(read, optional=optional)
+        self._fetcher.model_bytes, self._fetcher.uncertain_bytes = read.size, self.model.uncertain_bytes
         await self._note("", self.model, base)
         return self.model
 

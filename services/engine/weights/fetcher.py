@@ -61,8 +61,8 @@ class WeightFetcher:
         self._peers = peers
         self.model_bytes = 0
         """Bytes of all tensors of the live model; 0: unknown."""
-        self.scale_bytes = 0
-        """How many more, or fewer, an update may have: see `Manifest.scale_bytes`."""
+        self.uncertain_bytes = 0
+        """How many more, or fewer, an update may have: see `Manifest.uncertain_bytes`."""
         self._buffers: list[Buffer] = []
         """Those that are asked at present, for a stream and for a delta."""
         self._whole = True
@@ -173,8 +173,8 @@ class WeightFetcher:
 
         An adapter may have fewer of them, and a plan has none.
         """
-        most = self.model_bytes + self.scale_bytes + 8 + MAX_HEADER_BYTES
-        least = self.model_bytes - self.scale_bytes + 8 if self._whole else 0
+        most = self.model_bytes + self.uncertain_bytes + 8 + MAX_HEADER_BYTES
+        least = self.model_bytes - self.uncertain_bytes + 8 if self._whole else 0
         if self.model_bytes and size and not least <= size <= most:
             fix = "send tensors of the names and types that shared.model has, quantized if they are there"
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}; {fix}")

@@ -5,12 +5,13 @@ Invariants:
 - every problem with a folder is an `InvalidField` that names the file;
 - a folder that changed after it was read is noticed by `Manifest.stamps`;
 - a scale of quantized weights may have another float type, or one dimension of 1 more or less: quantizers
-  differ, and vLLM holds it as float32;
+  differ, and vLLM holds it as float32; so may a draft head, which may be left out, too;
 - memory is bounded, whatever the size of the model.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from seer.common.weights import safetensors
 from seer.common.weights.digest import NotFinite, digest_of, hashes_of
 from seer.common.weights.in_place import read_plan
 from seer.common.weights.lora import CONFIG
+from seer.services.engine.weights.draft_heads import PREFIX, lacking, predicts
 
 _SCALES = ("_scale", "_scale_inv")
 """How the names of scales end."""
@@ -40,13 +42,18 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return safetensors.BITS.get(self.dtype, 0) * math.prod(self.shape) // 8
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A folder's tensors by name, and the digest (32 hex characters) of their bytes.
 
     `size`: bytes of all tensors; `stamps`: state of the files when they were read; `hashes`: the
-    tensors', of which the digest is made.
+    tensors', of which the digest is made; `optional`: those that other weights may have or lack.
     """
 
     tensors: dict[str, Tensor]
@@ -54,12 +61,13 @@ class Manifest:
     size: int = field(default=0, compare=False)
     stamps: tuple[object, ...] = field(default=(), compare=False)
     hashes: dict[str, bytes] = field(default_factory=dict, compare=False)
+    optional: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of all scales of quantized weights, which may take as many more, or fewer, in an update."""
-        scales = (each for name, each in self.tensors.items() if name.endswith(_SCALES))
-        return sum(safetensors.BITS.get(each.dtype, 0) * math.prod(each.shape) // 8 for each in scales)
+    def uncertain_bytes(self) -> int:
+        """How many more bytes, or fewer, an update may have: scales of quantized weights, a draft head."""
+        scales = sum(each.size for name, each in self.tensors.items() if name.endswith(_SCALES))
+        return scales + 2 * sum(each.size for each in self.optional.values())
 
 
 def resolve_beneath(folder: Path, root: Path) -> Path:
@@ -123,15 +131,41 @@ def read_planned(folder: Path, live: Manifest) -> Manifest:
     return found
 
 
+def optional_tensors(model: Path, tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
+    """Return those of a model's layers of multi-token prediction, and of the folder `head`, if it is one.
+
+    Raises `InvalidField`.
+    """
+    try:
+        described = json.loads((model / "config.json").read_text())
+        layers = int((described.get("text_config") or described)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        layers = 10**9  # not a model that an engine of vLLM's could load
+    found = {name: each for name, each in tensors.items() if predicts(name, layers)}
+    if head and Path(head).is_dir():
+        try:
+            stored = safetensors.stored(Path(head))
+        except (OSError, ValueError) as error:
+            raise InvalidField("drafts.head", head, f"{error}; give the folder of a draft head") from error
+        found |= {PREFIX + each.name: Tensor(each.dtype, each.shape) for each in stored}
+    return found
+
+
 def differences(live: Manifest, new: Manifest) -> str:
     """Return why a model loaded from `live` cannot load `new`; empty when it can."""
+    known = live.tensors | live.optional
+    if name := lacking(live.optional, new.tensors):
+        return f"lacks tensor {name}, and has others of the draft head: give all, or none"
     for name in sorted(live.tensors.keys() | new.tensors.keys()):
-        ours, theirs = live.tensors.get(name), new.tensors.get(name)
+        ours, theirs = known.get(name), new.tensors.get(name)
+        if theirs is None and name in live.optional:
+            continue
         if theirs is None:
             return f"lacks tensor {name}"
         if ours is None:
-            return f"has a tensor {name} that the model lacks"
-        is_scale = name.endswith(_SCALES)
+            fix = ": set drafts.head, or leave it out" if name.startswith(PREFIX) else ""
+            return f"has a tensor {name} that the model lacks{fix}"
+        is_scale = name.endswith(_SCALES) or name in live.optional
         if ours.shape != theirs.shape and not (is_scale and {ours.shape, theirs.shape} == {(), (1,)}):
             return f"tensor {name} has shape {list(theirs.shape)}, the model's has {list(ours.shape)}"
         types = {ours.dtype, theirs.dtype}

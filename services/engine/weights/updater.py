@@ -123,10 +123,13 @@ class WeightUpdater:
             wish=self.wish,
         )
 
-    async def start(self, model: str) -> None:
-        """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
+    async def start(self, model: str, head: str = "") -> None:
+        """Read the model folder that the engine was started with, if it has one; `head`: its `drafts.head`.
+
+        Raises `SeerError`.
+        """
         if model:
-            self.live = LiveWeights(digest=(await self.checker.start(Path(model))).digest)
+            self.live = LiveWeights(digest=(await self.checker.start(Path(model), head)).digest)
             await self._driver.bind_weights(self.live.digest)
 
     def order(self, order: wire.PrepareWeights | wire.LoadWeights | wire.Sleep) -> None:

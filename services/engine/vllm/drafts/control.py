@@ -116,7 +116,7 @@ class Drafting:
     def start_always(self) -> None:
         """Draft in every step from now on, whatever it brings: for measuring drafts, and for tests."""
         self._switch, self._on = None, True
-        self._queue("switch", on=True)
+        self._queue("switch", on=True, always=True)
 
     def begin_step(
         self, requests: int, tokens: Callable[[], float], context: Callable[[], float] = float

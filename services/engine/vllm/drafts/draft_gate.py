@@ -30,6 +30,7 @@ class DraftGate:
         self._drafter, self._device, self._gpu = drafter, device, device.type == "cuda"
         self._memory = cycle([StepMemory(rows, width, self._gpu) for _ in range(STEPS)])
         self._staged = torch.zeros(rows * (width - 1), dtype=torch.int32, device=device)
+        self._staged_scores = torch.zeros(rows * (width - 1), device=device)
         self._behind = False  # whether steps run beside the stream
         if self._gpu:
             self._beside = torch.cuda.Stream(device)
@@ -77,6 +78,11 @@ class DraftGate:
             drafts, non_blocking=True
         )  # same type and layout: else the host would convert it now
 
+    def scores_on_device(self, memory: StepMemory) -> torch.Tensor:
+        """Return a step's scores, float32 [n, k], in the same order."""
+        scores = torch.from_numpy(memory.scores)
+        return self._staged_scores[: scores.numel()].view(scores.shape).copy_(scores, non_blocking=True)
+
     def _call(self, memory: StepMemory, stream: torch.cuda.Stream) -> None:
         code = self._launch(stream.cuda_stream, _native.RUN_DRAFT_STEP, memory.step.address)
         if code:
@@ -100,7 +106,7 @@ class StepMemory:
         self._sampled, self._num_sampled = torch.zeros(rows * width, **ints), torch.zeros(rows, **ints)
         self._drafts = torch.zeros(rows * (width - 1), **ints)
         self._counts = np.zeros(rows, np.int32)
-        self._scores = np.zeros(rows * (width - 1), np.float32)
+        self._scores = torch.zeros(rows * (width - 1), pin_memory=pinned).numpy()
         self._parents = np.zeros(rows * (width - 1), np.int32)
 
     def take(

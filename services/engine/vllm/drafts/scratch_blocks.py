@@ -31,7 +31,7 @@ def path_blocks(max_draft: int, block_size: int) -> int:
 
 def scratch_blocks(drafts: DraftsConfig | None, block_size: int) -> int:
     """Return how many KV blocks an engine needs in addition to `engine.kv_blocks`."""
-    if drafts is None or drafts.max_paths == 1:
+    if drafts is None or drafts.max_paths == 1 or drafts.head:  # a head's draft has one path
         return 0
     return MAX_PATH_ROWS * path_blocks(drafts.max_draft, block_size)
 

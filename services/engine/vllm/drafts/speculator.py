@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,22 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int32]
 
 
+class HeadDrafts(NamedTuple):
+    """A trained head's drafts of n requests: `tokens` and `scores` [n, k], of which `counts` [n] are some.
+
+    A score is the head's own probability of a token and all before it.
+    """
+
+    tokens: Ints
+    scores: npt.NDArray[np.float32]
+    counts: Ints
+
+
 def stand_in() -> None:
     """Have every V2 runner that is made from now on draft by `TreeSpeculator`; it must draft by n-grams."""
-    model_runner.init_speculator = TreeSpeculator
+    from seer.services.engine.vllm.drafts.head_speculator import speculator_of
+
+    model_runner.init_speculator = speculator_of
 
 
 class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
@@ -71,7 +84,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         self._gate = DraftGate(self.trees.steps, device, rows, self._most + 1)
         self._drafts = torch.zeros_like(states.draft_tokens)
         self._made: DraftTokenIds | None = None
-        self._drafts_now = True
+        self._drafts_now, self._always = True, False
         self._behind = False  # whether steps were taken that the trees have not seen
         self._choice: tuple[Choice, npt.NDArray[np.intp], npt.NDArray[np.int64]] | None = None
         self._budget_slots = np.zeros(rows, np.intp)
@@ -126,9 +139,12 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         self.budget, self._seconds = budget, self.trees.steps.seconds
         self.path_selector.most_paths = max_paths
 
-    def switch(self, on: bool) -> None:
-        """Make drafts from the next step on, or make none; scheduled ahead, the length says it."""
-        self._drafts_now = on
+    def switch(self, on: bool, always: bool = False) -> None:
+        """Make drafts from the next step on, or make none; scheduled ahead, the length says it.
+
+        `always`: by a head, too, whatever that brings.
+        """
+        self._drafts_now, self._always = on, always
         self._choice = None  # its drafts may be verified in a step that is not seen here
 
     def forget(self, groups: Iterable[str]) -> None:
@@ -208,7 +224,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
             paths = paths_in(k)
             memory = self._run(batch, num_sampled, k, paths)
             if k:
-                made = self._gate.on_device(memory)
+                made = self._better(self._gate.on_device(memory), memory)
             if k and self.script is not None:
                 made = self._padded(self._scripted(self.script, batch, num_sampled, k), made, paths)
         if not k:
@@ -225,6 +241,10 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         assert self._sampler is not None  # noqa: S101 - asked before
         slots, sampled = batch.idx_mapping_np.astype(np.int32), self._sampler.sampled
         return self._gate.draft(slots, self.trees.generations[slots], sampled, num_sampled, k, paths, tree)
+
+    def _better(self, drafts: torch.Tensor, memory: StepMemory) -> torch.Tensor:
+        """Return these drafts of trees, int32 [n, k], or a head's where its scores are better."""
+        return drafts
 
     def _draft_each(self, batch: InputBatch, num_sampled: torch.Tensor) -> list[list[int]]:
         """Return each request's draft, one step at a time: what the device drew can be read."""
@@ -244,21 +264,35 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
             torch.cuda.synchronize(self._device)
         if self.script is not None:
             return self._scripted(self.script, batch, num_sampled, self._most)
-        if self.budget is None or not np.count_nonzero(memory.counts):
+        lengths = self._states.total_len.gpu[torch.from_numpy(slots)].tolist()
+        head = self._head_drafts(slots, lengths, drawn) if drafts_now else None
+        if self.budget is None or (head is None and not np.count_nonzero(memory.counts)):
             return [[] for _ in slots]
-        return self._choose(self.budget, slots, memory, forks=forks)
+        return self._choose(self.budget, slots, lengths, memory, head, forks=forks)
+
+    def _head_drafts(
+        self, slots: npt.NDArray[np.intp], lengths: Sequence[int], drawn: Ints
+    ) -> HeadDrafts | None:
+        """Return what a trained head drafts for requests of such lengths that `drawn`; None: nothing."""
+        return None
 
     def _choose(
-        self, budget: DraftBudget, slots: npt.NDArray[np.intp], memory: StepMemory, *, forks: bool
-    ) -> list[list[int]]:
+        self, budget: DraftBudget, slots: npt.NDArray[np.intp], lengths: Sequence[int], memory: StepMemory,
+        head: HeadDrafts | None, *, forks: bool,
+    ) -> list[list[int]]:  # fmt: skip
         """Return what of the drafts pays; with `forks` they are trees, of which several paths may."""
-        lengths, names = self._states.total_len.gpu[torch.from_numpy(slots)].tolist(), slots.tolist()
+        names = slots.tolist()
         budget.context = sum(lengths) / len(slots)
         high = self._probes[slots]
         drafts, probes, selector = memory.drafts.numpy(), high if high.any() else None, self.path_selector
         if forks:
             selector.split_first_paths(drafts, memory.scores, memory.parents, memory.counts)
-        choice = budget.choose(self._budget_slots[slots], memory.scores, memory.counts, len(slots), probes)
+        rated = None if head is None else (head.scores, head.counts)
+        choice = budget.choose(
+            self._budget_slots[slots], memory.scores, memory.counts, len(slots), probes, rated
+        )
+        if head is not None and choice.by_head is not None:
+            drafts[choice.by_head, : head.tokens.shape[1]] = head.tokens[choice.by_head]
         self._choice = choice, slots, self.trees.generations[slots]
         if not forks:
             return _native.draft_lists(drafts, choice.keep)

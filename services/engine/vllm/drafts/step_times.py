@@ -38,6 +38,7 @@ from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
+from seer.services.engine.vllm.drafts.head_config import head_folder
 from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
@@ -173,6 +174,8 @@ def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool, grap
         paths,
         _contexts(core.capacity, batches[-1], LENGTH),
     ]
+    if (head := head_folder(core.vllm_config)) is not None:
+        facts.append((head / "config.json").read_text())
     if graphs != Graphs():
         facts.append(msgspec.to_builtins(graphs))
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

@@ -3,7 +3,8 @@
 Invariants:
 - engines find each other's KV only if everything that it depends on is equal: weight bytes, the model's
   configuration, types, block size, attention backend and its layout, tensor-parallel ranks, whether kernels
-  are batch-invariant, and the versions that hash blocks; and if both keep expert ids beside it, or neither;
+  are batch-invariant, the draft head if there is one, and the versions that hash blocks; and if both keep
+  expert ids beside it, or neither;
 - KV is saved of responses that go on in another chunk, or may in another turn, and of tokens that they have;
 - blocks that only a finished response could use are removed soon after it ends.
 """
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from seer.common.weights.digest import digest_of_folder
+from seer.services.engine.vllm.drafts.head_config import MTP, head_folder
 from seer.services.engine.vllm.requests import ExtraArgs
 
 if TYPE_CHECKING:
@@ -70,6 +73,10 @@ class KvSharing:
             "routed_experts": routed_experts,
             "hash": config.cache_config.prefix_caching_hash_algo,
         }
+        head = head_folder(config)
+        if head is not None:  # its KV lies in the same blocks
+            own = [digest_of_folder(head), (head / "config.json").read_text()]
+            self._facts["head"] = own if head != model else MTP
         self._to_remove: list[str] = []
         self._counts: dict[str, int] = {}
         self._counted_at = 0.0
