@@ -23,7 +23,7 @@ SEER = (sys.executable, "-m", "seer.cli.main")
 
 READ = {
     "shared.model", "security.key", "security.peers", "security.server", "engine.weights_root",
-    "engine.leave_notice", "engine.replay.trace", "gateway.tls_certificate", "gateway.tls_key",
+    "engine.leave_notice", "engine.replay.trace", "drafts.head", "gateway.tls_certificate", "gateway.tls_key",
 }  # fmt: skip
 """Files and folders that nobody writes to."""
 

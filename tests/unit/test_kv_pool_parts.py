@@ -153,8 +153,12 @@ class Ranks:
         return [arguments for name, arguments in self.asked if name == method]
 
 
-def vllm_config(dtype="bfloat16", kv="auto", block=32, tp=2, pp=1, algo="sha256"):
+def vllm_config(dtype="bfloat16", kv="auto", block=32, tp=2, pp=1, algo="sha256", head=None):
+    drafts = SimpleNamespace(
+        use_ngram=lambda: head is None, draft_model_config=SimpleNamespace(model=str(head))
+    )
     return SimpleNamespace(
+        speculative_config=drafts,
         model_config=SimpleNamespace(dtype=dtype),
         cache_config=SimpleNamespace(cache_dtype=kv, block_size=block, prefix_caching_hash_algo=algo),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=pp),
@@ -246,6 +250,21 @@ def test_ranks_counters_are_added_up_and_not_asked_for_at_every_step(tmp_path, m
     expected = {"saved_blocks": 5, "away": 2, "failures": 4}
     assert (sharing.counts(), sharing.counts()) == (expected, expected)
     assert len(ranks.given("seer_pool_counts")) == 1
+
+
+def test_engines_with_other_heads_share_nothing(tmp_path):
+    heads = [tmp_path / name for name in ("one", "other", "equal")]
+    for number, head in enumerate(heads):
+        head.mkdir()
+        header = b'{"fc":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+        data = len(header).to_bytes(8, "little") + header + bytes([number % 2])
+        (head / "model.safetensors").write_bytes(data)
+        (head / "config.json").write_text("{}")
+    one, other, equal, mtp, none = (namespace_of(tmp_path, head=head) for head in (*heads, tmp_path, None))
+    assert one == equal
+    assert len({one, other, mtp, none}) == 4
+    (heads[2] / "config.json").write_text('{"rms_norm_eps": 1}')
+    assert namespace_of(tmp_path, head=heads[2]) != one
 
 
 @pytest.mark.parametrize(

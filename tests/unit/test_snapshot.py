@@ -20,7 +20,7 @@ BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories",
 
 def test_every_attribute_is_in_a_snapshot():
     machine = make()
-    given = {"limits", "requests", "instances", "registry", "scheduler", "deaths"}
+    given = {"limits", "first_attempt", "requests", "instances", "registry", "scheduler", "deaths"}
     of_parts = {*snapshot.OF_SCHEDULER, *snapshot.OF_DEATHS}
     assert vars(machine).keys() - given == set(snapshot.MachineFields.__struct_fields__) - of_parts
     given = {

@@ -75,8 +75,8 @@ class KvSharing:
         }
         head = head_folder(config)
         if head is not None:  # its KV lies in the same blocks
-            own = [digest_of_folder(head), (head / "config.json").read_text()]
-            self._facts["head"] = own if head != model else MTP
+            own = MTP if head == model else [digest_of_folder(head), (head / "config.json").read_text()]
+            self._facts["head"] = own
         self._to_remove: list[str] = []
         self._counts: dict[str, int] = {}
         self._counted_at = 0.0
