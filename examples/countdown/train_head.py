@@ -147,7 +147,6 @@ def described(config: Qwen3Config) -> dict[str, object]:
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": 1, "intermediate_size": INTERMEDIATE, "draft_vocab_size": config.vocab_size,
         "tie_word_embeddings": False, "rope_theta": 10_000.0, "dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "layer_ids": list(LAYERS)},
         "eagle_aux_hidden_state_layer_ids": list(LAYERS),
     } | {name: getattr(config, name) for name in own}  # fmt: skip
 

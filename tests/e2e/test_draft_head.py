@@ -148,6 +148,15 @@ def test_an_engine_without_a_head_passes_by_its_weights(
         assert in_one_go(backend) == expected_ways["in_one_go"]
 
 
+def test_the_heads_kv_lies_in_the_models_blocks(backend: VllmBackend) -> None:
+    """So whatever moves, saves and frees blocks does so with the head's KV, too."""
+    (group,) = backend.core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    heads = speculator(backend).draft_attn_layer_names
+    assert len(heads) == 1
+    assert heads < set(group.layer_names)
+    assert len(group.layer_names) == 4 + 1
+
+
 def test_drafts_take_no_block_that_was_not_reserved(backend: VllmBackend) -> None:
     sampling = SamplingParams(max_tokens=150, ignore_eos=True)
     chunks = [

@@ -1,6 +1,7 @@
 """The engine's server against a buffer played by the test, in virtual time mostly."""
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
@@ -287,12 +288,20 @@ async def test_status_is_reported_at_its_interval_busy_or_not():
         )
 
 
-async def test_tokens_reach_the_dgds_as_they_come():
+@contextlib.asynccontextmanager
+async def engine_and_dgds():
+    """Yield the buffer of an engine, and the dgds that it knows."""
     network = MemoryNetwork()
     server = dgds.make(Config(), MemoryTransport(network), LoopClock())
     await server.start()
     serving = asyncio.create_task(server.run())
     async with engine(network=network) as (buffer, *_):
+        yield buffer, server
+    serving.cancel()
+
+
+async def test_tokens_reach_the_dgds_as_they_come():
+    async with engine_and_dgds() as (buffer, server):
         await asyncio.sleep(1)
         await buffer.run(new=100)
         await asyncio.sleep(0.5)
@@ -304,15 +313,10 @@ async def test_tokens_reach_the_dgds_as_they_come():
         assert early == tokens[: len(early)].tolist()
         await buffer.run(new=10, attempt=2, output=tokens)
         await eventually(lambda: len(server.store.tokens(group_digest("r/p"), 0)) == 110)
-    serving.cancel()
 
 
 async def test_a_named_group_is_remembered_by_the_prompt_that_the_buffer_says_and_another_by_its_own():
-    network = MemoryNetwork()
-    server = dgds.make(Config(), MemoryTransport(network), LoopClock())
-    await server.start()
-    serving = asyncio.create_task(server.run())
-    async with engine(network=network) as (buffer, *_):
+    async with engine_and_dgds() as (buffer, server):
         await asyncio.sleep(1)
         await buffer.run(0)
         await buffer.run(1, group_id="r/q", draft_group="r/g", draft_prompt=77)
@@ -322,7 +326,6 @@ async def test_a_named_group_is_remembered_by_the_prompt_that_the_buffer_says_an
         own = prompt_digest(np.array([1, 2, 3]))
         prompts = {name: server.store._groups[group_digest(name)].prompt for name in ("r/p", "r/g", "r/old")}
         assert prompts == {"r/p": own, "r/g": 77, "r/old": 0}
-    serving.cancel()
 
 
 async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_runs_the_next_turn():

@@ -62,15 +62,26 @@ def test_loads_pass_by_heads_once():
 
 def test_a_heads_tensors_are_kept_as_they_pass():
     torch = pytest.importorskip("torch")
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3"))
+    drafts = SimpleNamespace(
+        method="eagle3", use_ngram=lambda: False, draft_model_config=SimpleNamespace(model="head")
+    )
+    config = SimpleNamespace(speculative_config=drafts)
     kept, memory = {}, torch.ones(2)
     given = [(name, memory) for name in ("a", "draft.fc", "draft.d2t")]
     assert list(kept_heads(iter(given), kept, config)) == given
     memory.zero_()  # a trainer's, which it goes on with
     assert {name: each.tolist() for name, each in kept.items()} == {"fc": [1.0, 1.0]}
-    config.speculative_config.method = "mtp"
+    drafts.method = "mtp"
     config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2))
     kept.clear()
     names = ["model.layers.1.w", "model.layers.2.w", "lm_head.w", "mtp.fc.w", "draft.fc.w"]
     list(kept_heads(iter((name, memory) for name in names), kept, config))
     assert sorted(kept) == ["model.layers.2.w", "mtp.fc.w"]
+    kept.clear()
+    for none in (
+        None,
+        SimpleNamespace(use_ngram=lambda: True),
+    ):  # an engine without drafts, or without a head
+        config.speculative_config = none
+        assert list(kept_heads(iter(given), kept, config)) == given
+    assert not kept

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +198,7 @@ class SeerWorker:
         if self.seer_laid_out is None:
             raise EngineError("no weights are laid out")
         self.seer_laid_out.use()
-        self._load_head(self.seer_laid_out.folder)
+        self._load_head(heads_in(self.seer_laid_out.folder, self.vllm_config))
         self.model_runner.reset_lora_state()  # as `reload_weights` does
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
@@ -207,16 +207,12 @@ class SeerWorker:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
         folder = self._own(folders)
         reloading(self.reload_weights, weights_path=folder)
-        self._load_head(folder)
+        self._load_head(heads_in(Path(folder), self.vllm_config))
 
-    @property
-    def _has_head(self) -> bool:
-        return head_folder(self.vllm_config) is not None
-
-    def _load_head(self, folder: str | Path) -> None:
-        """Load a folder's tensors of the head, if there is a head."""
-        if self._has_head:
-            self.model_runner.speculator.load_head(heads_in(Path(folder), self.vllm_config))
+    def _load_head(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load an update's tensors of the head, if there is a head."""
+        if head_folder(self.vllm_config) is not None:
+            self.model_runner.speculator.load_head(tensors)
 
     def seer_load_adapter(self, folders: list[str]) -> None:
         """Load the model of the start, with the adapter in its node's folder merged into it."""
@@ -240,12 +236,9 @@ class SeerWorker:
             return str(error)
         try:
             heads: dict[str, torch.Tensor] = {}
-            tensors = receiver.tensors()
-            if self._has_head:
-                tensors = kept_heads(tensors, heads, self.vllm_config)
+            tensors = kept_heads(receiver.tensors(), heads, self.vllm_config)
             reloading(self.reload_weights, weights_iterator=tensors)
-            if self._has_head:
-                self.model_runner.speculator.load_head(iter(heads.items()))
+            self._load_head(iter(heads.items()))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned
         finally:

@@ -67,7 +67,7 @@ class Manifest:
     def uncertain_bytes(self) -> int:
         """How many more bytes, or fewer, an update may have: scales of quantized weights, a draft head."""
         scales = sum(each.size for name, each in self.tensors.items() if name.endswith(_SCALES))
-        return scales + 2 * sum(each.size for each in self.optional.values())
+        return scales + 2 * sum(each.size for each in self.optional.values())  # bfloat16 may come as float32
 
 
 def resolve_beneath(folder: Path, root: Path) -> Path:

@@ -75,9 +75,10 @@ def pass_by_heads(kind: type[torch.nn.Module]) -> None:
 
 
 def kept_heads(tensors: Tensors, heads: dict[str, torch.Tensor], config: VllmConfig) -> Tensors:
-    """Return the tensors, of which copies of the head's are put into `heads` as they come."""
+    """Return the tensors; copies of the head's, if there is a head, are put into `heads` as they come."""
+    has_head = head_folder(config) is not None
     for name, tensor in tensors:
-        if _is_heads(name, config):
+        if has_head and _is_heads(name, config):
             heads[name.removeprefix(PREFIX)] = tensor.clone()
         yield name, tensor
 
