@@ -1,5 +1,7 @@
 """Rows to spans: ids that a second reading has, too, what ends early, and logs that are cut, rotated or damaged."""
 
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import orders
@@ -220,6 +222,24 @@ def test_lines_are_read_as_they_come_and_a_dead_writers_last_one_is_left(rotated
             file.write(b'[1.0,["Tick"')  # killed
     found += tail.read()
     assert found == whole
+
+
+@pytest.mark.parametrize("question", ["exists", "is_dir", "is_file"])
+def test_a_folder_that_is_made_while_one_looks_for_it_is_no_file(tmp_path, monkeypatch, question):
+    folder = tmp_path / "log"
+    asked = getattr(Path, question)
+
+    def made_then(path):
+        answer = asked(path)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        return answer
+
+    monkeypatch.setattr(Path, question, made_then)
+    tail = LogTail(folder)
+    assert not [*tail.read(), *tail.read()]
+    LoggedBuffer(folder).log.close()
+    assert list(tail.read())
 
 
 def test_a_file_that_is_no_segment_hides_none(rotated):

@@ -48,8 +48,10 @@ class LogTail:
             self._file = None
 
     def _later(self) -> Path | None:
+        if self._log.is_file():  # asked first: a folder may be made at any moment
+            return None if self._done else self._log
         if not self._log.is_dir():
-            return None if self._done or not self._log.exists() else self._log
+            return None
         return next((path for path in log_folder.segments(self._log) if path.name > self._done), None)
 
     def _open(self, path: Path) -> None:
