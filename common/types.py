@@ -321,7 +321,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     that ran alone; 0: not measured yet; the buffer tells the best of all incarnations of an instance.
     `encoder_runs` counts images that the vision encoder computed. `dummy_steps`: those that data-parallel
     ranks ran without a request, over all ranks, each of which runs every step. `ahead_tokens`: those
-    generated for coming submissions, for drafts alone.
+    generated for coming submissions, for drafts alone. `head_behind`: updates that were loaded since the one
+    that the draft head is of.
     """
 
     steps: Count = 0
@@ -349,3 +350,4 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     encoder_runs: Count = 0
     dummy_steps: Count = 0
     ahead_tokens: Count = 0
+    head_behind: Count = 0

@@ -64,7 +64,7 @@ LEAVE_SECONDS = 5.0
 """Longest wait for ranks to end once they are told to."""
 
 OF_THE_SLOWEST = frozenset(
-    {"steps", "step_seconds", "draft_seconds", "best_rate", "token_seconds_alone", "pool_away"}
+    {"steps", "step_seconds", "draft_seconds", "best_rate", "token_seconds_alone", "pool_away", "head_behind"}
 )
 """Statistics that all ranks have together; others add up."""
 

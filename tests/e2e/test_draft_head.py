@@ -97,8 +97,10 @@ def test_an_update_brings_the_heads_weights(backend: VllmBackend, tmp_path: Path
     with_head = model_with(tmp_path / "with", 1.01, new)
     backend.load_weights(with_head, "with")
     changed = made_by(backend)
+    assert backend.stats().head_behind == 0
     assert close(changed, expected_of(new, tensors(1.01)["model.embed_tokens.weight"]))
     backend.load_weights(model_with(tmp_path / "without", 1.0, {}), "without")
+    assert backend.stats().head_behind == 1
     assert close(made_by(backend), expected_of(new, model["model.embed_tokens.weight"]))  # the old model's
     assert in_one_go(backend) == plain
     poor = accepted(backend)
@@ -107,6 +109,7 @@ def test_an_update_brings_the_heads_weights(backend: VllmBackend, tmp_path: Path
     assert backend.core._laid_out == "with"
     backend.load_weights(with_head, "with")
     assert close(made_by(backend), changed)
+    assert backend.stats().head_behind == 0
     backend.load_weights(model_with(tmp_path / "back", 1.0, old), "back")
     assert in_one_go(backend) == plain
     assert accepted(backend) == pytest.approx(good, rel=0.2)

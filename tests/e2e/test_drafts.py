@@ -292,9 +292,12 @@ async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(p
         groups = await (await client.submit(prompts, repeat=True, **asked)).result()
         return [response.token_ids.tolist() for group in groups for response in group.responses]
 
-    async def count(client: RolloutClient, name: str) -> int:
+    async def counts(client: RolloutClient) -> np.ndarray:
+        """Return how many tokens were generated ahead, drafted, and right."""
         await asyncio.sleep(2.0)  # for the last reports
-        return sum(getattr(instance.stats, name) for instance in (await client.status()).instances)
+        [engine] = (await client.status()).instances
+        stats = engine.stats
+        return np.array([stats.ahead_tokens, stats.drafted_tokens, stats.accepted_tokens])
 
     async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
         plain = [await roll(client, part) for part in (prompts[:8], prompts[8:])]
@@ -307,13 +310,13 @@ async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(p
         RolloutClient(system.endpoint, tokenizer=MODEL) as client,
     ):
         assert await roll(client, prompts[:8]) == plain[0]
-        without = await count(client, "accepted_tokens")
+        _, drafted, right = await counts(client)
         await client.next_prompts(prompts[8:], **asked)
         async with asyncio.timeout(120):
-            while await count(client, "ahead_tokens") < 16 * 160:
+            while (before := await counts(client))[0] < 16 * 160:
                 pass
-        before = await count(client, "accepted_tokens")
         await client.update_weights(1, MODEL)  # trees are dropped: what is known is what the dgds remembers
         assert await roll(client, prompts[8:]) == plain[1]
-        after = await count(client, "accepted_tokens")
-        assert after - before > 1.5 * without
+        _, drafted_after, right_after = await counts(client) - before
+        # How many are drafted is up to the engine, which finds drafts too slow on some machines.
+        assert right_after / drafted_after > 1.5 * right / drafted

@@ -380,6 +380,7 @@ class VllmBackend:
             pool_away=bool(pool.get("away", 0)),
             step_seconds=self._step_seconds,
             encoder_runs=self.core.encoder.runs,
+            head_behind=self.core.head_behind,
             **(self._drafting.counts() if self._drafting is not None else {}),
         )
 

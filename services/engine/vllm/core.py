@@ -70,6 +70,7 @@ class CoreHandle:
             0  # of drafts that the next step verifies, and of those after it
         )
         self._laid_out = ""  # the digest of the weights that are
+        self.head_behind = 0  # updates since the one that the draft head is of
 
     def describe(
         self, shared: SharedConfig, drafts: DraftsConfig | None, images: ImageModel | None = None
@@ -332,7 +333,7 @@ class CoreHandle:
                 self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
         except Exception as error:
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
-        self._reset_caches()
+        self._loaded()
 
     def receive_weights(self, folders: Sequence[str], engine: str) -> None:
         """Load weights in place, by the plan in each node's folder, as the engine of this name.
@@ -346,7 +347,11 @@ class CoreHandle:
             raise EngineBroken(f"{why}; this engine ends, and starts again") from error
         if any(problems):
             raise EngineError("; ".join(dict.fromkeys(filter(None, problems))))
+        self._loaded()
+
+    def _loaded(self) -> None:
         self._reset_caches()
+        self.head_behind = max(self.rpc("seer_head_behind"))
 
     def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """Free memory or take it again, see `Backend.sleep`. Raises `EngineError`.

@@ -222,6 +222,11 @@ class SeerWorker:
         weights = loader.get_all_weights(config, self.model_runner.get_model())
         merged = Adapter(Path(self._own(folders)), Path(base)).merged(weights)
         reloading(self.reload_weights, weights_iterator=merged)
+        self._load_head(iter(()))
+
+    def seer_head_behind(self) -> int:
+        """Return how many updates were loaded since the one that the head is of; 0 without a head."""
+        return 0 if head_folder(self.vllm_config) is None else self.model_runner.speculator.updates_behind
 
     def _own(self, folders: list[str]) -> str:
         return folders[int(self.vllm_config.parallel_config.node_rank)]

@@ -76,6 +76,7 @@ ENGINE = (
     Row("seer_engine_draft_tokens_total", "stats.drafted_tokens", "Drafted tokens."),
     Row("seer_engine_draft_accepted_tokens_total", "stats.accepted_tokens", "Those that were accepted."),
     Row("seer_engine_draft_verifications_total", "stats.verifications", "Steps of requests."),
+    Row("seer_engine_draft_head_behind", "stats.head_behind", "Updates since the draft head's weights."),
     Row("seer_engine_pool_failures_total", "stats.pool_failures", "Calls into the KV pool that failed."),
     Row("seer_engine_pool_corrupt_blocks_total", "stats.pool_corrupt", "Blocks with a wrong checksum."),
     Row("seer_engine_pool_saved_blocks_total", "stats.pool_saved_blocks", "Blocks saved to the KV pool."),

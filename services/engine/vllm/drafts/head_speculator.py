@@ -73,6 +73,7 @@ class HeadSpeculator(TreeSpeculator, MTPSpeculator):  # type: ignore[misc]
         self._unpaid = 0  # steps since the head's drafts saved more time than the head took
         self._cost = 0.0  # seconds that it takes in a step in which it drafts, as the host sees them
         self._tokens_drafted = 0  # in this step, a request
+        self.updates_behind = 0  # loaded since the one that the head is of
 
     def attach(self, runner: Any, sampler: SlotSampler) -> None:  # noqa: ANN401 - V2's runner
         """See `TreeSpeculator.attach`."""
@@ -94,13 +95,15 @@ class HeadSpeculator(TreeSpeculator, MTPSpeculator):  # type: ignore[misc]
             own = ((name, each) for name, each in tensors if shared.isdisjoint(name.split(".")[-2:-1]))
             first = next(own, None)
             if first is None:
-                _log.info("an update without weights of the draft head: it is of an earlier version")
+                self.updates_behind += 1
                 return
             try:
                 with set_current_vllm_config(self.vllm_config):
                     reload_weights(self.vllm_config, self.model, chain([first], own), None, True)
+                self.updates_behind = 0
             except Exception as error:  # noqa: BLE001 - vLLM's may be any
                 finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+                self.updates_behind += 1
                 _log.warning("the draft head's new weights cannot be loaded", why=str(error)[:300])
 
     @contextlib.contextmanager
