@@ -370,7 +370,7 @@ class RolloutClient(NamesNextPrompts):
             self._sleep_call = None
 
     async def status(self, timeout_seconds: float = 10.0) -> Status:
-        """Return the buffer's state. Raises `Unreachable` when no answer comes in time."""
+        """Return the buffer's state. Raises `Unreachable` without an answer in time, or a connection."""
         self._check_open()
         return await self._status_calls.ask(self._channel.send, self.endpoint, timeout_seconds)
 
@@ -404,7 +404,7 @@ class RolloutClient(NamesNextPrompts):
         why = repr(error) if cls is RolloutFailed else str(error)
         ended = why if error else "the client was closed"
         self._active.fail(cls, ended)
-        for call in (self._update, self._sleep_call):
+        for call in (self._update, self._sleep_call, self._status_calls):
             if call is not None:
                 call.fail(Unreachable(f"{self.endpoint}: {ended}"))
         self._naming_failed(Unreachable(f"{self.endpoint}: {ended}"))

@@ -19,7 +19,7 @@ class StatusCalls:
     async def ask(
         self, send: Callable[[StatusRequest], Awaitable[None]], endpoint: str, seconds: float
     ) -> Status:
-        """Return the next status. Raises `Unreachable` when none comes in time."""
+        """Return the next status. Raises `Unreachable` when none comes in time, or `fail` is called."""
         waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self.waiting.append(waiter)
         try:
@@ -36,3 +36,9 @@ class StatusCalls:
         for waiter in self.waiting:
             if not waiter.done():
                 waiter.set_result(status)
+
+    def fail(self, error: Unreachable) -> None:
+        """End all calls that wait with this error."""
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_exception(error)

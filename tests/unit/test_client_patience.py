@@ -143,6 +143,16 @@ async def test_all_questions_are_asked_again_of_a_restarted_buffer():
         task.cancel()
 
 
+async def test_a_question_of_status_fails_as_soon_as_the_client_is_closed():
+    async with connected() as (buffer, client):
+        task = asyncio.create_task(client.status(3600))
+        await buffer.until(wire.StatusRequest)
+        await client.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(Unreachable, match=f"{client.endpoint}: the client was closed"):
+                await task
+
+
 async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once_more():
     async with connected() as (buffer, client):
         await client.submit([[1]], n=1)
