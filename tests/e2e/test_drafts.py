@@ -284,7 +284,10 @@ async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alon
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(pair):
-    """Weights stay as they are, so all that ran ahead is right; each prompt comes once."""
+    """Weights stay as they are, so all that ran ahead is right; each prompt comes once.
+
+    Few requests run at once, so that the engine finds drafts worth their time on any machine.
+    """
     asked = {"n": 2, "sampling": SamplingParams(max_tokens=160, ignore_eos=True), "rollout_number": 0}
     prompts = texts(16)
 
@@ -302,7 +305,7 @@ async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(p
     async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
         plain = [await roll(client, part) for part in (prompts[:8], prompts[8:])]
     settings = [
-        f"shared.model={MODEL}", "engine.max_model_len=400", "engine.max_num_seqs=16",
+        f"shared.model={MODEL}", "engine.max_model_len=400", "engine.max_num_seqs=4",
         "buffer.chunk_size=32", "pool.kind=none", "drafts.source=grouped", *ONE_CORE,
     ]  # fmt: skip
     async with (
@@ -318,5 +321,4 @@ async def test_what_ran_ahead_is_drafted_after_the_update_and_changes_no_token(p
         await client.update_weights(1, MODEL)  # trees are dropped: what is known is what the dgds remembers
         assert await roll(client, prompts[8:]) == plain[1]
         _, drafted_after, right_after = await counts(client) - before
-        # How many are drafted is up to the engine, which finds drafts too slow on some machines.
         assert right_after / drafted_after > 1.5 * right / drafted
