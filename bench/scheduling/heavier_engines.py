@@ -24,6 +24,7 @@ CENTRAL = {"weight": "30"}
 CELLS: dict[str, dict[str, str]] = {
     "central": {},
     "weight-1": {"weight": "1"},
+    "weight-40": {"weight": "40"},
     "weight-150": {"weight": "150"},
     "kv-4": {"kv": "4"},
     "n-16": {"n": "16"},
