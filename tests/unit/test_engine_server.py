@@ -38,6 +38,15 @@ async def test_it_registers_what_the_backend_is():
         assert register.versions["backend"] == "replay"
 
 
+async def test_it_says_what_it_has_generated_before_any_chunk_of_the_buffer_adds_to_that():
+    async with engine() as (buffer, *_):
+        begun = asyncio.get_running_loop().time()
+        await buffer.run(new=100)
+        await eventually(lambda: buffer.stats)
+        assert asyncio.get_running_loop().time() < begun + 0.1
+        assert buffer.stats[0].generated_tokens == 0
+
+
 async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped():
     async with engine() as (buffer, *_):
         await buffer.run(new=8)
@@ -275,7 +284,7 @@ async def test_status_is_reported_at_its_interval_busy_or_not():
     async with engine() as (buffer, *_):
         await buffer.run(new=1000)
         await asyncio.sleep(5.5)
-        assert len(buffer.stats) == 5
+        assert len(buffer.stats) == 6, "one as it registers, and one each second"
         assert buffer.stats[-1].running == 1
         assert [s.steps for s in buffer.stats] == sorted(s.steps for s in buffer.stats)
         await asyncio.sleep(20)
