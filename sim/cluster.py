@@ -36,6 +36,9 @@ from seer.sim.workload import Workload
 PUBLISH_SECONDS = 0.05
 """How long the context service collects changes: `PUBLISH_SECONDS` of its server."""
 
+STATUS_SECONDS = 1.0
+"""From a report of an engine to the next one in the log, at least: a real engine's are so often."""
+
 SAMPLES = 400
 """Points of each curve over time."""
 
@@ -109,6 +112,7 @@ class Cluster:
         self._since: dict[str, float] = {}
         self._prompts: set[tuple[str, str]] = set()  # instances, and groups of which some response ran there
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
+        self._reported: dict[str, float] = {}  # by instance: when it last did
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
 
     def _instance(self, name: str, drafting: Drafting | None, policy: Policy) -> Instance:
@@ -299,6 +303,12 @@ class Cluster:
             self._tell(events.ChunkEnded(instance.name, result))
             if done:
                 self._delivered(chunk.request_id)
+        if (
+            self.record is not None
+            and self.now >= self._reported.get(instance.name, -math.inf) + STATUS_SECONDS
+        ):
+            self._reported[instance.name] = self.now
+            self._tell(events.EngineReported(instance.name, generated_tokens=int(instance.generated)))
 
     def _sample(self) -> None:
         engines = self.instances.values()

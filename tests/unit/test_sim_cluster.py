@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from sim_parts import LOAD, MODEL
 
 from seer.common.policy.schedule import POLICIES, Policy, oracle
+from seer.services.buffer.requests import events
 from seer.sim.bound import of_rollout
-from seer.sim.cluster import Cluster, Outcome
+from seer.sim.cluster import STATUS_SECONDS, Cluster, Outcome
 from seer.sim.workload import DISPATCH_SECONDS, Workload
 
 LENGTHS = LOAD.draw(7)
@@ -92,6 +93,23 @@ def test_what_takes_longer_to_fetch_is_computed():
     fast, slow = run(MODEL.pull), run(10.0)
     assert slow.counts["pulled_tokens"] < 0.1 * fast.counts["pulled_tokens"]
     assert slow.counts["prefilled_tokens"] > fast.counts["prefilled_tokens"]
+
+
+def test_instances_report_what_they_generated_if_a_log_is_wanted_and_nothing_else_changes():
+    plain, recorded, told = cluster_of("seer").run(), cluster_of("seer"), []
+    recorded.record = lambda now, event, _: told.append((now, event))
+    assert recorded.run() == plain
+    for name in recorded.instances:
+        reports = [(now, each.generated_tokens) for now, each in told
+                   if isinstance(each, events.EngineReported) and each.instance == name]  # fmt: skip
+        ended = [(now, each.result.count) for now, each in told
+                 if isinstance(each, events.ChunkEnded) and each.instance == name]  # fmt: skip
+        assert reports[0][1] == 0
+        for (before, fewer), (now, generated) in pairwise(reports):
+            assert now >= before + STATUS_SECONDS
+            assert generated >= fewer
+            assert generated >= sum(count for at, count in ended if at <= now) - 1
+        assert reports[-1][1] > 0.5 * sum(count for _, count in ended)
 
 
 def test_curves_and_spans_tell_the_same_run():
