@@ -1,4 +1,4 @@
-"""When open work will have ended: an estimate from expected remainders, and from how fast chunks ran.
+"""When open work will have ended: an estimate from expected remainders, and from how fast engines are.
 
 Engines do all tokens in steps, with as many requests in each as their seats and their KV have room for. So
 the number of steps follows from what is left (`remaining_tokens.py`), and is at least the longest remainder;
@@ -6,13 +6,14 @@ the time of a step follows from its requests and its KV, as `Pace` has learnt (`
 but not exact: nobody knows lengths. bench/scheduling/eta.py measures how far it is from what happened.
 
 Invariants (tests/property/test_eta.py asserts them):
-- more work, less room or slower chunks never make the estimate shorter;
+- more work, less room or slower engines never make the estimate shorter;
 - there is no estimate before a tenth of the responses has finished, nor while nothing runs; before that there
   is a range, which is wide, as little is known of lengths.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,29 +28,47 @@ SHOWN_FROM = 0.1
 UNSURE = 3.0
 """Before `SHOWN_FROM` lengths may be so many times shorter than estimated, and as long as they may be."""
 
-KEPT = 0.999
-"""Weight that a chunk keeps when another ends: half of it after 700, a few minutes of a few engines."""
+HALF_SECONDS = 300.0
+"""After so long a report counts half as much: drafts, and a machine's other work, change steps' times."""
 
-PRIOR, PARTS = 0.02, np.array([4, 1, 1]) / 6
-"""Parts of a step's time that are its own, its requests' and its KV's, and their weight beside all chunks.
+PRIOR, PARTS = 1.0, np.array([3, 2, 1]) / 6
+"""Parts of a step's time that are its own, its requests' and its KV's, as if so many reports had said so.
 
-Until loads differ, chunks do not tell these parts apart. Decoding mostly waits for weights.
+Until loads differ, reports do not tell these parts apart. Decoding mostly waits for weights.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How requests take up an engine's KV: each has `reserved` so many tokens for its chunk, beside its own.
+
+    Of the `whole` engine, what is less than one more needs is left over: half of that, on average.
+    """
+
+    reserved: float = 0.0
+    whole: float = math.inf
+
+    def taken(self, kv_tokens: float) -> float:
+        """Return how much KV others cannot have while a request has so much."""
+        needed = kv_tokens + self.reserved
+        return needed * (1 + needed / (2 * self.whole))
 
 
 @dataclass(slots=True)
 class Work:
     """What is left to generate of `responses` open ones: their expected tokens, and the `longest` of them.
 
-    `kv_tokens`: the KV that they take up, summed over these tokens. `longest` is what the longest remainder
-    of so many is expected to be: each is taken at the length that it exceeds with a chance of one in their
-    number. Of a group, only those count that have least, or most: the longest is nearly always one of them.
+    `kv_tokens`: the KV that they read, summed over these tokens; `placed`: what they keep from others.
+    `longest` is what the longest remainder of so many is expected to be: each is taken at the length that it
+    exceeds with a chance of one in their number. Of a group, only those count that have least, or most: the
+    longest is nearly always one of them.
     """
 
     responses: int
     tokens: float = 0.0
     kv_tokens: float = 0.0
     longest: float = 0.0
+    placed: float = 0.0
     running: int = 0
 
     def add_capped(self, generated: Sequence[int], cap: int, running: int) -> None:
@@ -58,15 +77,15 @@ class Work:
         self.longest = max(self.longest, cap - min(generated))
         self.running += running
 
-    def add(self, remainders: Remainders, generated: Sequence[int], beside: float, running: int) -> None:
-        """Add the open responses of a group, which have `generated` so many tokens.
-
-        `beside`: KV tokens of each beside those that it has: its prompt, and what is reserved for its chunk.
-        """
+    def add(
+        self, remainders: Remainders, generated: Sequence[int], prompt: int, running: int, placed: Placed
+    ) -> None:
+        """Add the open responses of a group, which have `generated` so many tokens after a prompt."""
         for each in generated:
             left = remainders.left(each)
             self.tokens += left.tokens
-            self.kv_tokens += left.lengths + beside * left.tokens
+            self.kv_tokens += left.lengths + prompt * left.tokens
+            self.placed += left.tokens * placed.taken(left.lengths / left.tokens + prompt)
         self.running += running
         chance = 1 / (1 + self.responses)
         for each in {min(generated), max(generated)}:
@@ -97,31 +116,37 @@ class TokenSeconds:
 
 @dataclass(slots=True)
 class Pace:
-    """How long tokens took in chunks, by how many requests ran on the engine, and with how much KV.
+    """How long tokens took, as engines reported it, by how many requests ran there, and with how much KV.
 
-    Sums for least squares, weighted by tokens; older chunks count less.
+    Sums for least squares, weighted by tokens; older reports count less.
     """
 
+    _last: float = 0.0
+    _reports: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 9)
 
-    def add(self, seconds: float, tokens: int, requests: float, kv_tokens: float) -> None:
-        """Count a chunk that ended."""
+    def add(self, now: float, seconds: float, tokens: int, requests: float, kv_tokens: float) -> None:
+        """Count what an engine did in so many seconds, in which so many requests ran with so much KV."""
         if tokens < 1:
             return
         rows, kv = max(requests, 1.0), max(kv_tokens, 1.0)
         each = (1.0, rows, kv, rows * rows, rows * kv, kv * kv)
-        new = (*(tokens * of for of in each), *(seconds * of for of in each[:3]))
-        self._sums = [KEPT * old + of for old, of in zip(self._sums, new, strict=True)]
+        new = (*(tokens * of for of in each), *(rows * seconds * of for of in each[:3]))
+        kept = 0.5 ** (max(0.0, now - self._last) / HALF_SECONDS)
+        self._last = max(now, self._last)
+        self._reports = kept * self._reports + 1
+        self._sums = [kept * old + of for old, of in zip(self._sums, new, strict=True)]
 
     def token_seconds(self) -> TokenSeconds | None:
-        """Return the times that are nearest to what chunks took; None: none took any."""
+        """Return the times that are nearest to what was reported; None: nothing was."""
         weight, rows, kv, rows_2, rows_kv, kv_2, *totals = self._sums
         if not (weight and totals[0]):
             return None
         means = np.array([1.0, rows / weight, kv / weight])
+        prior = PRIOR / self._reports
         moments = np.array([[weight, rows, kv], [rows, rows_2, rows_kv], [kv, rows_kv, kv_2]]) / weight
-        squares = moments / np.outer(means, means) + PRIOR * np.eye(3)
-        seconds = np.array(totals) / totals[0] / means + PRIOR * PARTS
+        squares = moments / np.outer(means, means) + prior * np.eye(3)
+        seconds = np.array(totals) / totals[0] / means + prior * PARTS
         kinds = [0, 1, 2]
         while (found := np.linalg.solve(squares[np.ix_(kinds, kinds)], seconds[kinds])).min() < 0:
             kinds.pop(int(found.argmin()))
@@ -138,7 +163,7 @@ def eta_seconds(work: Work, room: Room, pace: Pace, finished: int) -> float | No
         return None
     if (seconds := pace.token_seconds()) is None:
         return None
-    steps = max(work.tokens / max(room.seats, 1), work.kv_tokens / max(room.kv_tokens, 1), work.longest)
+    steps = max(work.tokens / max(room.seats, 1), work.placed / max(room.kv_tokens, 1), work.longest)
     beside = seconds.request * work.tokens + seconds.kv_token * work.kv_tokens
     return seconds.base * steps + beside / room.engines
 

@@ -10,12 +10,13 @@ Invariants (tests/cluster/test_observer.py):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import nlargest
 
 from seer.common import ids, wire
-from seer.common.policy.eta import SHOWN_FROM, Room, Work, eta_seconds, first_range, shortened
+from seer.common.policy.eta import SHOWN_FROM, Placed, Room, Work, eta_seconds, first_range, shortened
 from seer.common.policy.length import Estimate
 from seer.common.policy.remaining_tokens import EVEN, EndRates, Remainders
 from seer.services.buffer.requests.request_machine import RequestMachine
@@ -151,6 +152,10 @@ class _Look:
 
     def __init__(self, machine: RequestMachine, ratios: tuple[float, ...]) -> None:
         self._machine, self.ratios = machine, ratios
+        engines = [each.capacity for each in machine.instances.values()]
+        self._block = max((each.block_size for each in engines), default=0)
+        parts = sum(each.parts for each in engines)
+        self._whole = _room(machine).kv_tokens / parts if parts else math.inf
         self._fresh: dict[tuple[Estimate, int], Remainders] = {}
 
     def add(self, work: Work, estimate: Estimate, of: _Open) -> None:
@@ -164,8 +169,10 @@ class _Look:
                     self._fresh.clear()
                 self._fresh[estimate, of.cap] = remainders
         scheduler = self._machine.scheduler
-        reserved = scheduler.chunk(view) / 2 if scheduler.policy.admission else 0.0
-        work.add(remainders, of.has, view.prompt_len + reserved, of.running)
+        placed = Placed()
+        if scheduler.policy.admission:
+            placed = Placed((scheduler.chunk(view) + self._block) / 2, self._whole)
+        work.add(remainders, of.has, view.prompt_len, of.running, placed)
 
 
 class _Outlook:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from seer.common.policy.length import Estimate
 
@@ -25,7 +26,8 @@ RATE_REPORTS = 6
 class RunningChunk:
     """One placement since `started`. It may generate `left` more tokens since it returned some at `since`.
 
-    As it began: its group's `estimate`, and its engine's `load`, the requests there and their KV tokens.
+    `estimate` is its group's as it began; `context` the tokens that its request has, prompt and all, without
+    those that are not returned.
     """
 
     attempt: int
@@ -33,16 +35,33 @@ class RunningChunk:
     since: float
     left: int
     estimate: Estimate | None = None
-    load: tuple[int, int] = (1, 0)
+    context: int = 0
+
+
+class Stretch(NamedTuple):
+    """What an engine did between two reports: `tokens` in so many `seconds`.
+
+    `requests` ran there, which had `kv_tokens` all together: means of both ends.
+    """
+
+    seconds: float
+    tokens: int
+    requests: float
+    kv_tokens: float
 
 
 @dataclass(slots=True)
 class _Engine:
-    """`elsewhere`: of the tokens that it generated, those that no chunk which runs there has."""
+    """`elsewhere`: of the tokens that it generated, those that no chunk which runs there has.
+
+    `contexts`: the sum over its chunks; `load`: its requests and their KV tokens at the last report.
+    """
 
     chunks: dict[str, RunningChunk] = field(default_factory=dict)
     reports: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_REPORTS))
     elsewhere: int | None = None
+    contexts: int = 0
+    load: tuple[int, int] = (0, 0)
 
     @property
     def unreturned(self) -> int:
@@ -50,6 +69,12 @@ class _Engine:
         if not self.reports or self.elsewhere is None:
             return 0
         return max(0, self.reports[-1][1] - self.elsewhere)
+
+    def pop(self, request_id: str) -> RunningChunk | None:
+        """Forget a chunk, and return it."""
+        if chunk := self.chunks.pop(request_id, None):
+            self.contexts -= chunk.context
+        return chunk
 
 
 class RunningChunks:
@@ -76,22 +101,27 @@ class RunningChunks:
         known = self._engines[engine]
         if not known.chunks:
             known.reports.clear()  # an engine's rate is that of work
+        known.pop(request_id)
         known.chunks[request_id] = chunk
+        known.contexts += chunk.context
 
     def returned(self, engine: str, request_id: str, attempt: int, count: int, now: float) -> None:
         """Note that tokens of a chunk came; those of a chunk that was dropped are counted already."""
         chunk = self.of(engine, request_id)
         if chunk is None or chunk.attempt != attempt:
             return
+        count = max(0, count)
         chunk.since, chunk.left = now, max(0, chunk.left - count)
         known = self._engines[engine]
+        chunk.context += count
+        known.contexts += count
         if known.elsewhere is not None:
-            known.elsewhere += max(0, count)
+            known.elsewhere += count
 
     def ended(self, engine: str, request_id: str) -> RunningChunk | None:
         """Forget a chunk whose tokens came, and return it."""
         known = self._engines.get(engine)
-        return known.chunks.pop(request_id, None) if known else None
+        return known.pop(request_id) if known else None
 
     def dropped(self, engine: str, request_id: str, seen: InFlight) -> RunningChunk | None:
         """Forget a chunk whose tokens will not come, and return it.
@@ -103,20 +133,29 @@ class RunningChunks:
             return None
         if known.elsewhere is not None:
             known.elsewhere += int(seen.tokens(engine, request_id))
-        return known.chunks.pop(request_id)
+        return known.pop(request_id)
 
     def gone(self, engine: str) -> list[str]:
         """Forget an engine, and return the requests whose chunks ran there."""
         known = self._engines.pop(engine, None)
         return list(known.chunks) if known else []
 
-    def reported(self, engine: str, generated: int, now: float) -> None:
-        """Take an engine's count of all tokens that it has generated."""
+    def reported(self, engine: str, generated: int, now: float) -> Stretch | None:
+        """Take an engine's count of all tokens that it has generated; return what it did since the last.
+
+        None: it had no work, or it is not known since when it has some.
+        """
         known = self._engines[engine]
+        last = known.reports[-1] if known.reports else None
         known.reports.append((now, generated))
         if known.elsewhere is None or not known.chunks:
             known.elsewhere = generated  # what it made before it was known, or for chunks that were dropped
         known.elsewhere = min(known.elsewhere, generated)
+        (rows, kv), known.load = known.load, (len(known.chunks), known.contexts + known.unreturned)
+        if last is None or not known.chunks:
+            return None
+        seconds, tokens = now - last[0], generated - last[1]
+        return Stretch(seconds, tokens, (rows + known.load[0]) / 2, (kv + known.load[1]) / 2)
 
     def rate(self, engine: str) -> float:
         """Return an engine's tokens/s over its last reports; 0: unknown."""

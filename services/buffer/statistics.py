@@ -40,7 +40,7 @@ from seer.services.buffer.buffer_machine import BufferMachine, Event, Instructio
 from seer.services.buffer.events import FromEngine, Joined, Left, ToEngine, ToIncarnation
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import RequestState
-from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks
+from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks, Stretch
 
 MAX_ENGINES = 10_000
 """Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
@@ -111,7 +111,7 @@ class Ended:
 class Statistics:
     """See the module's docstring. `lost` counts chunks by engine, `finished` requests by reason.
 
-    `pace` is how fast chunks ran, `ends` how often responses ended; `running` are the chunks that run,
+    `pace` is how fast engines are, `ends` how often responses ended; `running` are the chunks that run,
     `ended` is the rollout that ended last.
     """
 
@@ -249,7 +249,9 @@ class Statistics:
 
     def _dispatch(self, item: instructions.Dispatch, now: float) -> None:
         estimate = self._machine.requests.estimates.get(item.request_id.rpartition("#")[0])
-        chunk = RunningChunk(item.attempt, now, now, item.max_new_tokens, estimate, self._load(item.instance))
+        request = self._machine.requests.requests.get(item.request_id)
+        context = request.view.context if request is not None else 0
+        chunk = RunningChunk(item.attempt, now, now, item.max_new_tokens, estimate, context)
         self.running.began(item.instance, item.request_id, chunk)
         since, chunks, index = self._find(item.request_id)
         if since:
@@ -259,7 +261,8 @@ class Statistics:
     def _end_chunk(self, event: Event, out: Sequence[Instruction], now: float) -> None:
         match event:
             case events.EngineReported(instance) if instance in self._machine.requests.instances:
-                self.running.reported(instance, event.generated_tokens, now)
+                if did := self.running.reported(instance, event.generated_tokens, now):
+                    self._learn_pace(instance, did, now)
             case events.TokensArrived(instance, tokens):
                 self.running.returned(instance, tokens.request_id, tokens.attempt, tokens.count, now)
             case events.ChunkEnded(instance, result):
@@ -282,7 +285,7 @@ class Statistics:
         group_id = item.request_id.rpartition("#")[0]
         request, group = self._request(group_id, index), self._groups.get(group_id)
         if chunk:
-            self._learn(item, instance, chunk, request, count, now)
+            self._learn(item, chunk, request, count)
         if not item.finish:
             return
         self.finished[item.finish] += 1
@@ -298,24 +301,17 @@ class Statistics:
             rollout.longest_made = max(rollout.longest_made, made)
             self._ended(group, index, now)
 
-    def _load(self, instance: str) -> tuple[int, int]:
-        """Return how many requests an engine has, and the KV tokens that they reserve."""
-        view = self._machine.requests.instances.get(instance)
-        return (view.chunks, view.reserved_blocks * view.capacity.block_size) if view else (1, 0)
+    def _learn_pace(self, instance: str, did: Stretch, now: float) -> None:
+        """Learn how fast tokens come. Without admission some of an engine's requests wait there, by turns."""
+        of = self._machine.requests.instances[instance].capacity
+        fit = min(1.0, of.kv_blocks * of.block_size / max(did.kv_tokens, 1))
+        ran = min(did.requests * fit, of.max_num_seqs)
+        self.pace.add(now, did.seconds, did.tokens, ran, did.kv_tokens * fit)
 
     def _learn(
-        self, item: instructions.Keep, instance: str, chunk: RunningChunk,
-        request: RequestState | None, count: int, now: float,
-    ) -> None:  # fmt: skip
-        """Learn from a chunk that ended how fast tokens come, and how often responses end."""
-        if view := self._machine.requests.instances.get(instance):
-            of = view.capacity
-            requests, kv_tokens = (
-                max(1.0, sum(each) / 2) for each in zip(chunk.load, self._load(instance), strict=True)
-            )
-            ran = min(requests, of.max_num_seqs)  # without admission others wait in the engine, by turns
-            seconds = (now - chunk.started) * ran / requests
-            self.pace.add(seconds, count, ran, min(kv_tokens, of.kv_blocks * of.block_size))
+        self, item: instructions.Keep, chunk: RunningChunk, request: RequestState | None, count: int
+    ) -> None:
+        """Learn from a chunk that ended how often responses end."""
         estimate = self._machine.requests.estimates.get(item.request_id.rpartition("#")[0], chunk.estimate)
         if request is not None and estimate is not None:
             has = request.view.produced

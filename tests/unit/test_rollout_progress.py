@@ -46,6 +46,34 @@ def test_a_step_looks_at_few_chunks_though_one_engine_runs_all(system, monkeypat
     assert 0 < most <= STEP
 
 
+def test_how_contexts_slow_steps_is_known_before_any_chunk_has_ended():
+    capacity = Capacity(kv_blocks=10**4, block_size=16, max_num_seqs=64, max_model_len=8000)
+    machine = BufferMachine(
+        RequestMachine(POLICIES["seer"], Limits(4096)), WeightsMachine(1.0), SleepMachine(1.0)
+    )
+    statistics = Statistics(machine)
+
+    def tell(event, now):
+        statistics.record(now, event, machine.apply(event, now))
+
+    def seconds_of_a_token(kv_tokens):
+        return 0.01 + 1e-6 * kv_tokens
+
+    tell(orders.joined("e", capacity), 0.0)
+    tell(events.EngineReported("e", generated_tokens=0), 0.0)
+    tell(events.GroupsSubmitted("t", "r", 8, 6000, [events.GroupSpec("p", 100)], submission=1), 0.0)
+    now = generated = 0.0
+    for number in range(1, 2000):
+        now += seconds_of_a_token(8 * 100 + generated)
+        generated += 8
+        if number % 80 == 0:
+            tell(events.EngineReported("e", generated_tokens=int(generated)), now)
+    assert not sum(statistics.chunk_seconds.counts)
+    found = statistics.pace.token_seconds()
+    later = found.base + 8 * found.request + 40_000 * found.kv_token
+    assert later == pytest.approx(seconds_of_a_token(40_000), rel=0.1)
+
+
 def test_groups_of_which_nothing_is_known_share_their_curves(system, monkeypatch):
     made = []
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.requests import events
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.buffer.requests.state import Limits
-from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks
+from seer.services.buffer.running_chunks import InFlight, RunningChunk, RunningChunks, Stretch
 from seer.services.buffer.sleep_machine import SleepMachine
 from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.weights.weights_machine import WeightsMachine
@@ -79,6 +79,24 @@ def test_what_was_dropped_is_nobodys() -> None:
     assert tokens(running, 4.0, "c") == [0.0]
 
 
+def test_a_report_says_what_an_engine_did_since_the_last_with_how_many_requests_and_how_much_kv() -> None:
+    running = RunningChunks()
+    assert running.reported("e", 7, 0.0) is None, "nothing ran"
+    running.began("e", "a", RunningChunk(1, 0.0, 0.0, 100, context=10))
+    assert running.reported("e", 7, 1.0) is None, "it is not known when it began"
+    running.began("e", "b", RunningChunk(2, 1.0, 1.0, 100, context=50))
+    assert running.reported("e", 37, 3.0) == Stretch(2.0, 30, 1.5, (10 + 60 + 30) / 2)
+    running.returned("e", "a", 1, 20, 3.0)  # which changes no KV
+    assert running.reported("e", 37, 4.0) == Stretch(1.0, 0, 2.0, 90)
+    running.ended("e", "a")
+    assert running.reported("e", 40, 5.0) == Stretch(1.0, 3, 1.5, (90 + 50 + 10 + 3) / 2)
+    running.dropped("e", "b", InFlight(running, 5.0))
+    assert running.reported("e", 44, 6.0) is None, "it may have been idle"
+    running.began("e", "c", RunningChunk(3, 6.0, 6.0, 100, context=5))
+    assert running.reported("e", 44, 7.0) is None
+    assert running.reported("e", 48, 8.0) == Stretch(1.0, 4, 1.0, (5 + 9) / 2)
+
+
 def test_an_engine_that_generated_before_the_buffer_knew_it_begins_at_its_first_report() -> None:
     running = RunningChunks()
     running.began("e", "a", RunningChunk(1, 0.0, 0.0, 100))
@@ -108,7 +126,7 @@ def test_estimates_are_bounded_whatever_happens(steps: list[tuple[str, str, str,
         now += seconds
         match what:
             case "began":
-                running.began(engine, request, RunningChunk(1, now, now, count))
+                running.began(engine, request, RunningChunk(1, now, now, count, context=7))
             case "returned":
                 running.returned(engine, request, 1, count, now)
             case "ended":
@@ -117,12 +135,14 @@ def test_estimates_are_bounded_whatever_happens(steps: list[tuple[str, str, str,
                 running.dropped(engine, request, InFlight(running, now))
             case "reported":
                 generated[engine] += count
-                running.reported(engine, generated[engine], now)
+                did = running.reported(engine, generated[engine], now)
+                assert did is None or (did.tokens == count and did.requests > 0 <= did.kv_tokens)
             case "gone":
                 running.gone(engine)
         for name in "ab":
             found = tokens(running, now, *"xyz", engine=name)
             known = [running.of(name, each) for each in "xyz"]
+            assert running._engines[name].contexts == sum(each.context for each in known if each)
             assert all(
                 0 <= each <= (chunk.left if chunk else 0) for each, chunk in zip(found, known, strict=True)
             )
