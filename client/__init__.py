@@ -16,6 +16,7 @@ from seer.client.reward_calls import Reward, RewardMetrics, per_response
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.sent_weights import SentWeights
+from seer.client.sharded_tensors import ShardedTensors, TorchRanks
 from seer.client.sync import (
     SyncDynamicSampling,
     SyncOpenRollout,
@@ -71,6 +72,7 @@ __all__ = [
     "Scores",
     "SeerError",
     "SentWeights",
+    "ShardedTensors",
     "SharedTensors",
     "Status",
     "StructuredOutputs",
@@ -81,6 +83,7 @@ __all__ = [
     "SyncRolloutClient",
     "SyncScores",
     "TopLogprobs",
+    "TorchRanks",
     "Unreachable",
     "WeightsLive",
     "WeightsRefused",

@@ -29,12 +29,13 @@ from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.sent_weights import SentWeights, sent_weights
+from seer.client.sharded_update import AnyUpdate, update_of
 from seer.client.sleep_call import SleepCall
 from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout, begun
 from seer.client.used_noise import UsedNoise
-from seer.client.weight_update import InFlight, Source, Update, new_call_id
+from seer.client.weight_update import InFlight, Source, new_call_id
 from seer.common.bounds import INT64, check_seconds, check_whole
 from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
@@ -116,7 +117,7 @@ class RolloutClient(NamesNextPrompts):
         self._resubmit, self._last_heard = False, 0.0
         self._wake = asyncio.Event()
         self._status_calls = StatusCalls()
-        self._update: Update | None = None
+        self._update: AnyUpdate | None = None
         self._sleep_call: SleepCall | None = None
         self._wish: Sleep | None = None
 
@@ -308,13 +309,12 @@ class RolloutClient(NamesNextPrompts):
     ) -> WeightsLive:
         """Have every engine load new weights: from a folder that all nodes can read, or tensors by name.
 
-        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from here by the engines
-        (`MooncakeSource`); do not change them until this returns. Where they differ little from those sent
-        last, only what differs is sent (`docs/weights.md`); `base`, their version, wants that at any share.
-        Engines merge a `LoraAdapter` into the model that they were started with. They check all weights
-        before any of them loads: after `WeightsRefused`, which names instances and reasons, nothing has
-        changed. `SharedTensors` and `Broadcast` are written over the live weights, unchecked but for names,
-        types and shapes.
+        Tensors (a `state_dict()`, or numpy arrays; `ShardedTensors`: each rank sends its share) are sent to
+        the buffer, or read from here by engines (`MooncakeSource`); do not change them until this returns.
+        Where they differ little from those sent last, only what differs is sent (`docs/weights.md`); `base`,
+        their version, wants that at any share. Engines merge a `LoraAdapter` into the model of their start.
+        They check all weights before any loads: after `WeightsRefused`, with reasons by instance, nothing has
+        changed. `SharedTensors` and `Broadcast` overwrite live weights; names, types, shapes are checked.
         `in_flight`: unfinished requests, of all trainers, `finish`, are aborted (`abort`), or prevent the
         update (`error`). Later submissions of this client run with this version or fail. Engines in
         `quarantined` could not load and get no work. Raises `Unreachable` after `timeout_seconds`.
@@ -322,7 +322,7 @@ class RolloutClient(NamesNextPrompts):
         self._check_open()
         if (current := self._update) is not None:
             raise InvalidField("version", version, f"await the update to {current.request.version} first")
-        self._update = update = Update(version, source, digest, in_flight, self.deltas, base)
+        self._update = update = update_of(version, source, digest, in_flight, self.deltas, base)
         try:
             async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
                 live = await update.run(self._channel.send)

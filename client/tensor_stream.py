@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,14 +54,20 @@ class Entry:
 class TensorStream:
     """`tensors`: numpy arrays or torch tensors, with the names of the model folder's tensors.
 
-    `metadata`: texts for the stream's header, which the digest leaves out.
+    `metadata`: texts for the stream's header, which the digest leaves out. `owners`: by name, which rank has
+    a tensor's values, where not all are here.
     Raises `InvalidField` for values that cannot be stored in a safetensors file.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        entries = entries_of(tensors)
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | list[Entry],
+        metadata: Mapping[str, str] | None = None,
+        owners: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        entries = tensors if isinstance(tensors, list) else entries_of(tensors)
         # Widest types first, so that every tensor is aligned, as readers of the format expect.
-        entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
+        entries.sort(key=lambda each: (-each.tensor.dtype.itemsize, owners.get(each.name, 0), each.name))
         ends = [0, *itertools.accumulate(entry.size for entry in entries)]
         described: dict[str, object] = {
             entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
@@ -75,6 +82,17 @@ class TensorStream:
         self._starts = [len(self.head) + start for start in ends[:-1]]
         self._last: tuple[int, Bytes] = (-1, self.head)
         self.size = len(self.head) + ends[-1]
+        self._owners = [owners.get(entry.name, 0) for entry in entries]
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Return what each rank sends: rank, first byte, and the one behind the last; by first byte."""
+        found: list[tuple[int, int, int]] = []
+        for owner, start, entry in zip(self._owners, self._starts, self.entries, strict=True):
+            begin = 0
+            if found and (begin := start) and found[-1][0] == owner:
+                begin = found.pop()[1]
+            found.append((owner, begin, start + entry.size))
+        return [each for each in found if each[1] < each[2]]
 
     def digest(self) -> str:
         """Return the digest (32 hex characters) of all tensors; reads every byte."""
@@ -107,9 +125,10 @@ class TensorStream:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _data(self, index: int) -> Bytes:
-        if self._last[0] != index:
-            self._last = (index, bytes_of(self.entries[index].tensor))
-        return self._last[1]
+        last = self._last  # another thread may read another tensor
+        if last[0] != index:
+            self._last = last = (index, bytes_of(self.entries[index].tensor))
+        return last[1]
 
 
 def hash_of(entry: Entry, data: Bytes) -> bytes:
@@ -158,7 +177,7 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _problem(tensor: Tensor) -> str:
     """Return why a torch tensor has no bytes to send; empty: it has bytes, or is no torch tensor."""
     if hasattr(tensor, "full_tensor"):
-        return "is one rank's part of a tensor: give its full_tensor()"
+        return "is one rank's part of a tensor: give its full_tensor(), or ShardedTensors on all ranks"
     if getattr(tensor, "is_meta", False):
         return "is on the device meta, and has no values: give the tensor that was loaded"
     if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":

@@ -27,6 +27,7 @@ from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.sent_weights import Plan, SentWeights
+from seer.client.sharded_tensors import ShardedTensors
 from seer.client.tensor_stream import TensorStream
 from seer.common.blobs import checksum
 from seer.common.bounds import INT64, check_whole
@@ -52,10 +53,13 @@ from seer.common.wire import (
 
 InFlight = Literal["finish", "abort", "error"]
 
-Source = str | Path | Mapping[str, Any] | MooncakeSource | LoraAdapter | SharedTensors | Broadcast
+Source = (
+    str | Path | Mapping[str, Any] | ShardedTensors | MooncakeSource | LoraAdapter | SharedTensors | Broadcast
+)
 """A folder that all nodes can read; tensors (numpy or torch) by name, as in `model.state_dict()`, which are
-streamed; a `MooncakeSource`, from which engines read; a `LoraAdapter`, which engines merge; or
-`SharedTensors` or a `Broadcast`, which engines copy straight into their live weights."""
+streamed, by all ranks if they are `ShardedTensors`; a `MooncakeSource`, from which engines read; a
+`LoraAdapter`, which engines merge; or `SharedTensors` or a `Broadcast`, which engines copy straight into
+their live weights."""
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 

@@ -26,6 +26,9 @@ SPOOL_SCHEME = "spool:"
 """Prefix of a `source` of weights that is the name of a stream in the buffer's spool, not a folder."""
 
 
+SPOOL_PART = ".part"
+"""In the name of a stream that is a part of another one, behind that one's name."""
+
 MAX_HOLDERS = 8
 """Most holders that an order names."""
 
@@ -136,13 +139,17 @@ class OpenSpool(Message, tag=True):
     """Begin or resume a stream of weights of `size` bytes; 0: only ask. Answered by `SpoolState`.
 
     With a `base`, the stream is to be made from that stream and a delta to it, which is a stream of its own.
-    `keep`: engines keep their copies, as deltas to it may follow.
+    `keep`: engines keep their copies, as deltas to it may follow. A stream whose name is that of another one,
+    `SPOOL_PART` and a number is the part of that other stream from `start` on; the other one has `whole_size`
+    bytes, and is complete once its parts are.
     """
 
     name: ShortStr
     size: Annotated[int, msgspec.Meta(ge=0)] = 0
     base: ShortStr = ""
     keep: bool = False
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    whole_size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class SpoolState(Message, tag=True):

@@ -127,6 +127,9 @@ async def two_streams(world):
         await asyncio.sleep(0.01)
         world.spool.remove_unneeded(set())
         await asyncio.sleep(0.01)
+    for message in (opening(0, 0, 100, 200), opening(1, 100, 100, 200), part_of(1, 0, 100), part_of(0, 0, 0)):
+        await world.put(message)
+    await world.put(wire.ReadSpool(name="v1-a", offset=0), b"reader")
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
@@ -335,3 +338,109 @@ async def test_a_delta_of_an_earlier_incarnation_is_sent_and_applied_again(tmp_p
         await world.stop()
         if not dies:  # as if it had ended before all of the stream was there
             (tmp_path / "seer-spool/v2-a" / blobs.NOTES).unlink()
+
+
+def opening(number, start, size=100, whole=300, name="v1-a"):
+    return wire.OpenSpool(name=f"{name}.part{number}", size=size, start=start, whole_size=whole)
+
+
+def part_of(number, offset, begin, length=100):
+    """Return bytes of a part which begins at `begin`."""
+    data = np.arange(begin + offset, begin + offset + length).astype(np.uint8)
+    return wire.SpoolData(name=f"v1-a.part{number}", offset=offset, checksum=checksum(data), data=data)
+
+
+async def test_parts_come_in_any_order_and_engines_read_what_is_there_from_the_beginning_on(tmp_path):
+    world = World(tmp_path)
+    await world.put(opening(0, 0, 50))
+    await world.put(opening(2, 150, 150))
+    await world.put(opening(1, 50))
+    have = []
+    for message in (
+        part_of(2, 0, 150, 100), part_of(1, 0, 50, 60), part_of(0, 0, 0, 50), part_of(2, 100, 150, 50),
+        part_of(1, 60, 50, 40),
+    ):  # fmt: skip
+        assert not (await world.put(message)).problem
+        have.append((await world.put(wire.OpenSpool(name="v1-a"), b"engine")).have)
+    assert have == [0, 0, 110, 110, 300]
+    answer = await world.put(wire.ReadSpool(name="v1-a", offset=0), b"engine")
+    assert answer.data.tolist() == np.arange(300).astype(np.uint8).tolist()
+    await world.stop()
+    world = World(tmp_path)  # whose trainer is still there
+    assert (await world.put(opening(1, 50))).have == 100
+    assert (await world.put(wire.OpenSpool(name="v1-a"))).have == 300
+    await world.stop()
+
+
+async def test_a_stream_that_lacks_a_part_is_none_for_a_later_incarnation(tmp_path):
+    world = World(tmp_path)
+    await world.put(opening(0, 0, 200))
+    await world.put(opening(1, 200))
+    await world.put(part_of(0, 0, 0, 200))
+    await world.stop()
+    world = World(tmp_path)
+    assert (await world.put(wire.OpenSpool(name="v1-a"))).problem
+    state = await world.put(opening(0, 0, 200))
+    assert (state.have, state.resend) == (0, True)
+    await world.stop()
+
+
+WRONG_PARTS = {
+    "beside another": opening(1, 50),
+    "at the end of another": opening(1, 99, 1),
+    "beyond the end": opening(1, 250),
+    "of another size": opening(1, 100, whole=400),
+    "empty": opening(1, 100, 0),
+    "of a part": opening(1, 100, name="v1-a.part0"),
+    "of a delta": opening(1, 100, name="v1-a.delta"),
+    "of nothing": wire.OpenSpool(name="v1-b", size=100, whole_size=300),
+    "of no name": wire.OpenSpool(name=".part1", size=100, whole_size=300),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS.values(), ids=WRONG_PARTS)
+async def test_what_is_no_part_is_refused_and_costs_no_other(tmp_path, wrong):
+    world = World(tmp_path)
+    await world.put(opening(0, 0))
+    refused = await world.put(wrong)
+    assert refused.problem
+    assert refused.have == 0
+    assert not (await world.put(opening(1, 100, 200))).problem
+    await world.put(part_of(0, 0, 0))
+    await world.put(part_of(1, 0, 100, 200))
+    assert (await world.put(wire.OpenSpool(name="v1-a"))).have == 300
+    await world.stop()
+
+
+async def test_a_stream_that_is_sent_as_a_whole_takes_no_parts(tmp_path):
+    world = World(tmp_path)
+    await world.put(wire.OpenSpool(name="v1-a", size=300))
+    await world.put(part("v1-a", 0))
+    assert "sent as a whole" in (await world.put(opening(0, 0))).problem
+    await world.stop()
+
+
+async def test_a_rank_that_sends_no_more_ends_its_stream_and_all_of_its_parts(tmp_path):
+    world = World(tmp_path)
+    await world.put(opening(0, 0))
+    await world.put(opening(1, 100, 200))
+    await world.put(part_of(0, 0, 0))
+    for step in range(5):  # one goes on
+        await asyncio.sleep(wire.SPOOL_STALL_SECONDS / 2)
+        await world.put(part_of(1, 20 * step, 100, 20))
+        world.spool.remove_unneeded({"spool:v1-a"})
+    assert (await world.put(wire.OpenSpool(name="v1-a"))).have == 200
+    await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
+    world.spool.remove_unneeded({"spool:v1-a"})
+    for name in ("v1-a", "v1-a.part0", "v1-a.part1"):
+        assert "sent nothing for 30 s" in (await world.put(wire.OpenSpool(name=name))).problem
+    assert not world.spool._streams
+    await world.stop()
+
+
+async def test_parts_count_as_one_stream(tmp_path):
+    world = World(tmp_path)
+    for number in range(40):
+        assert not (await world.put(opening(number, number, 1))).problem
+    assert not (await world.put(wire.OpenSpool(name="v2-a", size=100))).problem
+    await world.stop()

@@ -13,6 +13,8 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
   grew or was found;
 - one task handles everything in turn, so no stream is removed while a part of it is written;
 - an error of the disk removes that one stream, its peers get the error, and the spool goes on;
+- a stream that is sent in parts, by several ranks of a trainer, has each byte from one part; its first bytes
+  are there once the parts that have them are; it and its parts are removed together;
 - a stream with a base is made from that and a delta (`spool_delta.py`), with the bytes that it would have if
   it were sent; if that fails, its trainer is asked for all bytes. The base stays until it is made;
 - a new stream overwrites the file of a removed one, as allocating new pages costs more than everything else
@@ -34,7 +36,7 @@ from typing import ParamSpec, TypeVar
 from msgspec import structs
 
 from seer.common import wire
-from seer.common.blobs import Blob, Readers, Reply, Turns
+from seer.common.blobs import Blob, Readers, Reply, Turns, checksum, write_at
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
 from seer.common.process.threads import until_ended
@@ -54,6 +56,7 @@ _MAX_OF_TRAINER = 32
 update in place takes 50 ms."""
 _MAX_STREAMS = 4 * _MAX_OF_TRAINER
 """Bound on all trainers' streams."""
+_MAX_PARTS_OF_STREAM = 4096
 _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 
@@ -82,11 +85,61 @@ class _Stream(Blob):
         self.resend_requested = self.named = self.inherited = self.keep = False
         self.base = ""
         self.making: Making | None = None
+        self.parts: list[_Part] = []  # by where they begin
 
     def state(self, *, resend: bool = False, problem: str = "") -> wire.SpoolState:
         """See `Blob.state`."""
         said = super().state(resend=resend, problem=problem)
         return structs.replace(said, base=self.base, keep=self.keep)
+
+    def begin_part(self, message: wire.OpenSpool, now: float) -> _Part:
+        """Begin a part of this stream. Raises `ValueError` if it is none."""
+        start, end = message.start, message.start + message.size
+        beside = [each for each in self.parts if each.start < end and start < each.start + each.size]
+        if message.whole_size != self.size or end > self.size or not message.size:
+            raise ValueError(f"is no part of {self.size} bytes: it has {start} to {end}")
+        if beside or len(self.parts) >= _MAX_PARTS_OF_STREAM:
+            raise ValueError(f"cannot be a part of {self.name} beside {[each.name for each in beside][:4]}")
+        if not self.parts and (self.base or 0 < self.have < self.size):
+            raise ValueError(f"cannot be a part: {self.name} is sent as a whole, or a delta to it")
+        part = _Part(message.name, self, message, now)
+        self.parts.append(part)
+        self.parts.sort(key=lambda each: each.start)
+        return part
+
+    def grow(self) -> None:
+        """Note the first bytes that its parts have."""
+        have = self.have
+        for part in self.parts:
+            if part.start <= have:
+                have = max(have, part.start + part.have)
+        self.came(0, have)
+
+
+class _Part(_Stream):
+    """Bytes of the `whole` stream from `start` on, which are sent as a stream of their own."""
+
+    def __init__(self, name: str, whole: _Stream, message: wire.OpenSpool, now: float) -> None:
+        super().__init__(name, message.size, whole.folder.parent, "", now, whole.trainer)
+        self.whole, self.start = whole, message.start
+        self.have = self.size if whole.have == whole.size else 0
+
+    def store(self, part: wire.SpoolData) -> bool:
+        """See `Blob.store`; into the whole stream's file."""
+        if valid := checksum(part.data) == part.checksum:
+            write_at(self.whole.file, self.start + part.offset, part.data)
+        return valid
+
+    def note(self, *, whole: bool) -> None:
+        """See `Blob.note`; of the whole stream, once all its parts are there but what this one gets now."""
+        others = sum(each.have for each in self.whole.parts if each is not self)
+        if whole and others + self.size == self.whole.size:
+            self.whole.note(whole=True)
+
+    def came(self, offset: int, length: int) -> None:
+        """See `Blob.came`."""
+        super().came(offset, length)
+        self.whole.grow()
 
 
 class Spool:
@@ -100,7 +153,8 @@ class Spool:
         self._removed: OrderedDict[str, str] = OrderedDict()  # by name: why it was removed
         self._turns = Turns(_MAX_QUEUED, _MAX_PARTS)
         self._readers = Readers(
-            lambda name: self._streams.get(name) or self._removed.get(name, "has no such bytes"), _MAX_READERS
+            lambda name: self._streams.get(name) or self._why_removed(name) or "has no such bytes",
+            _MAX_READERS,
         )
 
     def start(self) -> None:
@@ -152,8 +206,8 @@ class Spool:
         for stream in list(self._streams.values()):
             if stream.name not in self._streams or stream.name in bases:
                 continue
-            if (made := stream.name.removesuffix(DELTA)) != stream.name and made in self._streams:
-                continue  # a delta goes with the stream that is made from it
+            if self._whole(stream) is not stream:
+                continue  # a delta goes with the stream that is made from it, and a part with its stream
             quiet = now - stream.grew_at > wire.SPOOL_STALL_SECONDS
             wanted = wire.SPOOL_SCHEME + stream.name in needed
             stream.named, stream.inherited = stream.named or wanted, stream.inherited and not wanted
@@ -163,8 +217,12 @@ class Spool:
                 await self._remove(stream, "is no longer needed")
 
     async def _remove(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
+        if isinstance(stream, _Part):
+            stream = stream.whole
         if (delta := self._streams.get(stream.name + DELTA)) is not None:
             await self._remove(delta, problem, broken=broken)
+        for part in stream.parts:
+            self._streams.pop(part.name, None)
         await self._stop_making(stream)
         del self._streams[stream.name]
         self._note_removed(stream.name, problem)
@@ -180,10 +238,20 @@ class Spool:
         except OSError as error:
             _log.warning("a removed stream's file stays on disk", stream=stream.name, error=str(error))
 
+    def _whole(self, stream: _Stream) -> _Stream:
+        """Return the stream that a delta or a part is for; of others, the stream itself."""
+        if isinstance(stream, _Part):
+            return stream.whole
+        return self._streams.get(stream.name.removesuffix(DELTA), stream)
+
     def _note_removed(self, name: str, problem: str) -> None:
         self._removed[name] = problem
         while len(self._removed) > _MAX_STREAMS:
             self._removed.popitem(last=False)
+
+    def _why_removed(self, name: str) -> str:
+        """Return why a stream, or that of a part, was removed; empty: it was not, or long ago."""
+        return self._removed.get(name.partition(wire.SPOOL_PART)[0], "")
 
     # --- messages ------------------------------------------------------------------------
 
@@ -202,7 +270,9 @@ class Spool:
         name, size = message.name, message.size
         try:
             stream = self._streams.get(name)
-            if stream is None:
+            if stream is None and message.whole_size:
+                stream = await self._begin_part(message, trainer)
+            elif stream is None:
                 stream = await self._begin(name, size, trainer)
                 stream.keep, stream.base = message.keep, self._usable_base(message)
             if size not in (0, stream.size):
@@ -217,7 +287,7 @@ class Spool:
     async def _begin(self, name: str, size: int, trainer: str) -> _Stream:
         if not size:
             raise ValueError(
-                self._removed.get(name, "is not in this buffer's spool: update to another version")
+                self._why_removed(name) or "is not in this buffer's spool: update to another version"
             )
         if not _NAME.fullmatch(name):
             raise ValueError("is not a name of a stream: give v, letters, digits, dots and dashes")
@@ -238,9 +308,17 @@ class Spool:
         self._streams[name] = stream
         return stream
 
+    async def _begin_part(self, message: wire.OpenSpool, trainer: str) -> _Stream:
+        name = message.name.rpartition(wire.SPOOL_PART)[0]
+        if name.endswith(DELTA) or wire.SPOOL_PART in name:
+            raise ValueError("is a part of what has no parts: give one of a whole stream")
+        whole = self._streams.get(name) or await self._begin(name, message.whole_size, trainer)
+        part = self._streams[message.name] = whole.begin_part(message, self._clock.now())
+        return part
+
     def _check_room(self, trainer: str) -> None:
         """Raise `ValueError` if a trainer, or all together, have as many streams as they may."""
-        whole = [each for name, each in self._streams.items() if not name.endswith(DELTA)]
+        whole = [each for each in self._streams.values() if self._whole(each) is each]
         if sum(each.trainer == trainer for each in whole) >= _MAX_OF_TRAINER:
             whose = f"trainer {trainer!r} has {_MAX_OF_TRAINER}"
         elif len(whole) >= _MAX_STREAMS:
@@ -253,7 +331,7 @@ class Spool:
         stream = self._streams.get(message.name)
         if stream is None:
             # Without a problem, `OpenSpool` was lost: the trainer gets no answer and sends it again.
-            if problem := self._removed.get(message.name):
+            if problem := self._why_removed(message.name):
                 await reply(address, wire.SpoolState(name=message.name, size=0, have=0, problem=problem))
             return
         # A stream that is made takes no bytes: once it were whole, its base could go before its delta comes.
@@ -263,11 +341,11 @@ class Spool:
                 stream.resend_requested = True
                 await reply(address, stream.state(resend=True))
             return
+        whole = self._whole(stream)
         try:
             valid = await self._disk(stream.store, message)
             if valid and stream.have + len(message.data) == stream.size:
                 await self._disk(stream.note, whole=True)
-            whole = self._streams.get(stream.name.removesuffix(DELTA), stream)
             whole.grew_at = self._clock.now()
         except OSError as error:
             problem = f"cannot be stored: {error}"
@@ -283,7 +361,7 @@ class Spool:
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
         await reply(address, stream.state(resend=not valid))
-        if whole is not stream and stream.have == stream.size:
+        if stream.name == whole.name + DELTA and stream.have == stream.size:
             self._make(whole, stream, reply, address)
 
     # --- streams made from deltas --------------------------------------------------------

@@ -1,0 +1,185 @@
+"""Tensors that all ranks of a trainer send side by side, each its share of them.
+
+Sharded tensors are put together one after the other, and each is kept by one rank alone: no rank needs more
+memory than for its share and one tensor.
+
+Invariants (tests/unit/test_sharded_tensors.py, tests/process/test_sharded_weights.py):
+- the ranks' ranges have each byte of the stream once, and all ranks lay the stream out alike;
+- the digest is that of the same tensors sent by one rank;
+- every rank does the same collective calls in the same order, or all ranks raise.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from seer.client.tensor_stream import Entry, Tensor, TensorStream, bytes_of, entries_of, hash_of
+from seer.common.errors import InvalidField
+from seer.common.weights.digest import digest_of
+
+T = TypeVar("T")
+
+_gloo: dict[object, tuple[Any, threading.Lock]] = {}
+"""By torch's groups: a group of the same ranks whose calls may be made on any thread, one at a time."""
+
+_GLOO_TIMEOUT = timedelta(days=1)
+"""Longest wait for another rank: an update waits for running requests, and torch gives up in half an hour."""
+
+
+class Ranks(Protocol):
+    """The ranks of a trainer. Every call blocks until all ranks have made it."""
+
+    rank: int
+    size: int
+
+    def gather(self, own: object) -> list[Any]:
+        """Return what each rank gives, by rank."""
+
+    def tell(self, outcome: object = None) -> Any:  # noqa: ANN401 - what rank 0 tells
+        """Return what rank 0 tells all others."""
+
+
+class TorchRanks:
+    """See `Ranks`; those of a group of torch.distributed, None: of its default group."""
+
+    def __init__(self, group: Any = None) -> None:  # noqa: ANN401 - torch's
+        import torch.distributed as dist
+
+        group = group or dist.group.WORLD  # another one once torch.distributed was set up anew
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if group not in _gloo:
+            same = dist.new_group(
+                dist.get_process_group_ranks(group), _GLOO_TIMEOUT, "gloo", use_local_synchronization=True
+            )
+            _gloo[group] = same, threading.Lock()
+        self._group, self._lock = _gloo[group]
+
+    def gather(self, own: object) -> list[Any]:
+        """See `Ranks.gather`."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        with self._lock:  # each call is several of torch's, and `tell` of an earlier update may still wait
+            dist.all_gather_object(found, own, group=self._group)
+        return found
+
+    def tell(self, outcome: object = None) -> Any:  # noqa: ANN401 - what rank 0 tells
+        """See `Ranks.tell`."""
+        import torch.distributed as dist
+
+        told = [outcome]
+        with self._lock:
+            dist.broadcast_object_list(told, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return told[0]
+
+
+class _Elsewhere(NamedTuple):
+    """Stands for a tensor that another rank has."""
+
+    dtype: Any
+
+
+class ShardedTensors:
+    """A model's tensors, as in `model.state_dict()`, sharded (DTensors) or the same on all ranks.
+
+    Every rank makes one, with the same names, and gives it to `update_weights` of a client of its own.
+    `ranks`: torch.distributed's default group, or `TorchRanks(group)`. Blocks. Raises `InvalidField` on all
+    ranks if one has tensors that cannot be sent.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or TorchRanks()
+        names, owners = self._agree(tensors)
+        entries = [self._entry(name, tensors[name], owners[name]) for name in names]
+        own = [each for each in entries if owners[each.name] == self.ranks.rank]
+        hashes = self._gather(lambda: {each.name: _hash(each) for each in own})
+        self.digest = digest_of({name: each for part in hashes for name, each in part.items()})
+        self.stream = TensorStream(entries, owners=owners)
+        self.updates = 0
+        """Updates that were begun with them, on this rank; as many on all."""
+
+    def _gather(self, work: Callable[[], T]) -> list[T]:
+        """Return what `work` returns on each rank. If it raises on one, all ranks raise `InvalidField`."""
+        problem, own = "", None
+        try:
+            own = work()
+        except Exception as error:  # noqa: BLE001 - a rank that raised alone would leave the others waiting
+            problem = str(error) or repr(error)
+        found = self.ranks.gather((problem, own))
+        for rank, (why, _) in enumerate(found):
+            if why:
+                raise InvalidField("source", f"tensors of rank {rank}", why)
+        return [each for _, each in found]
+
+    def _agree(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, int]]:
+        """Find out which tensors are sent, and which rank sends each; and a token for the stream's name."""
+
+        def own() -> tuple[list[tuple[str, str, tuple[int, ...], int]], set[str], str]:
+            local = {name: _local(each) for name, each in tensors.items()}
+            tied = tensors.keys() - {each.name for each in entries_of(local)}
+            what = [(name, *_described(name, each)) for name, each in tensors.items()]
+            return what, tied, secrets.token_hex(6)
+
+        found = self._gather(own)
+        what, _, self.token = found[0]
+        for rank, (other, _, _) in enumerate(found):
+            if other != what:
+                fix = "give tensors of the same names, types and shapes on all ranks, in one order"
+                raise InvalidField("source", f"tensors of rank {rank}", fix)
+        tied = set[str]().union(*(each for _, each, _ in found))  # an empty shard does not show that it is
+        sizes = {name: size for name, _, _, size in what if name not in tied}
+        return list(sizes), shared_out(sizes, self.ranks.size)
+
+    def _entry(self, name: str, tensor: Tensor, owner: int) -> Entry:
+        """Return a tensor as it is sent; all ranks put a sharded one together, and its owner keeps it."""
+        dtype, shape, size = _described(name, tensor)
+        whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if owner != self.ranks.rank:
+            return Entry(name, dtype, shape, size, _Elsewhere(whole.dtype))
+        try:
+            # As it is sent: it is read once for each message, which could be a copy of all of it.
+            if hasattr(whole, "detach"):
+                whole = whole.detach().cpu().contiguous()
+            else:
+                whole = np.asarray(whole, order="C")
+            if tuple(whole.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {shape}")
+        except Exception as error:  # noqa: BLE001 - the other ranks wait in the next collective call
+            whole = error
+        return Entry(name, dtype, shape, size, whole)
+
+
+def _hash(entry: Entry) -> bytes:
+    if isinstance(entry.tensor, Exception):
+        raise entry.tensor
+    return hash_of(entry, bytes_of(entry.tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
+    """Return type, shape and bytes of all of a tensor. Raises `InvalidField`."""
+    [local] = entries_of({name: _local(tensor)})
+    shape = tuple(int(length) for length in tensor.shape)
+    return local.dtype, shape, math.prod(shape) * tensor.dtype.itemsize
+
+
+def shared_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return which rank sends each tensor, so that all send about as many bytes."""
+    loads = [(0, rank) for rank in range(ranks)]
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        load, rank = loads[0]
+        owners[name] = rank
+        heapq.heapreplace(loads, (load + sizes[name], rank))
+    return owners
