@@ -238,7 +238,8 @@ class Update:
             self.fail(error)
 
     async def _upload(self, stream: TensorStream, send: Send) -> None:
-        confirmed = sent = 0
+        # Until the buffer says what it has: what is sent before would be sent again, with all that follows.
+        confirmed, sent = 0, stream.size
         made = False  # the buffer has the whole stream
         while True:
             name, data = (self._name, stream) if self._delta is None else (self._name + DELTA, self._delta)
@@ -253,7 +254,7 @@ class Update:
                 await self._open(send)
                 continue
             if refused := self._refuses_delta(state):
-                self._delta, name, confirmed, sent = None, self._name, 0, 0
+                self._delta, name, confirmed, sent = None, self._name, 0, stream.size
                 if state.name != name:
                     await self._open(send)
             if state.name == self._name:

@@ -208,7 +208,7 @@ async def test_a_delta_that_cannot_be_applied_is_replaced_by_the_whole(monkeypat
         counts = counting(cluster)
         live = await client.update_weights(2, stepped(tensors, 2))
         assert (live.digest, live.quarantined) == (TensorStream(tensors).digest(), {})
-        assert counts["in"] > TensorStream(tensors).size
+        assert counts["in"] >= TensorStream(tensors).size
         monkeypatch.undo()
         await roll(client)
 
@@ -282,7 +282,7 @@ async def test_another_trainer_in_between(machines):
         await asyncio.sleep(5)
         counts = counting(cluster)
         assert (await client.update_weights(3, stepped(tensors, 3))).digest == TensorStream(tensors).digest()
-        assert counts["in"] > TensorStream(tensors).size
+        assert counts["in"] == TensorStream(tensors).size
         counts.clear()
         assert (await client.update_weights(4, stepped(tensors, 4))).digest == TensorStream(tensors).digest()
         assert counts["in"] < FEW * TensorStream(tensors).size

@@ -93,6 +93,24 @@ async def test_damage_is_sent_again(monkeypatch, machines):
         assert len(sent) > len(set(sent))
 
 
+async def test_what_arrives_is_sent_once():
+    async with running(engines=1) as cluster, cluster.client() as client:
+        put, sent = cluster.services["buffer"]._spool.put, []
+
+        def noting(reply, address, message, *trainer):
+            if isinstance(message, wire.SpoolData):
+                sent.append((message.name, message.offset))
+            put(reply, address, message, *trainer)
+
+        cluster.services["buffer"]._spool.put = noting
+        for version in (1, 2):  # the second as a delta
+            large = tensors(1.0, LARGE)
+            large["w"][: LARGE // 3] = version
+            await client.update_weights(version, large)
+        assert len(sent) == len(set(sent)) > 2 * wire.SPOOL_WINDOW
+        assert any(name.endswith(".delta") for name, _ in sent)
+
+
 def _damaging(write):
     count = 0
 
@@ -151,7 +169,7 @@ async def test_a_trainer_that_dies_while_it_sends_changes_nothing():
             update.cancel()
         server = cluster.services["buffer"]
         assert server.weights.updating
-        await eventually(lambda: not server.weights.updating)
+        await eventually(lambda: not server.weights.updating, 90)  # engines wait a minute
         assert await roll(client) == expected
         assert not server._spool._streams
 

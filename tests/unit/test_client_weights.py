@@ -26,6 +26,8 @@ class Buffer:
 
     async def send(self, message):
         self.sent.append(message)
+        if isinstance(message, wire.OpenSpool):
+            self.state(resend=True)
         if isinstance(message, wire.SpoolData) and message.offset == self.have and self.confirms:
             self.have += len(message.data)
             self.state()
@@ -73,7 +75,6 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     await asyncio.sleep(60)  # engines take their time
     buffer.have = 0  # it was restarted
     await buffer.update.send_again(buffer.send)
-    buffer.state(resend=True)
     await eventually(lambda: buffer.have == size)
     assert not buffer.task.done()
     request = [message for message in buffer.sent if isinstance(message, wire.UpdateWeights)]
