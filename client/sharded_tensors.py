@@ -6,7 +6,8 @@ memory than for its share and one tensor.
 Invariants (tests/unit/test_sharded_tensors.py, tests/process/test_sharded_weights.py):
 - the ranks' ranges have each byte of the stream once, and all ranks lay the stream out alike;
 - the digest is that of the same tensors sent by one rank;
-- every rank does the same collective calls in the same order, or all ranks raise.
+- every rank does the same collective calls in the same order, and what fails on one rank raises on all, but
+  for a `full_tensor` that fails on one alone: the others wait in it until torch gives up.
 """
 
 from __future__ import annotations

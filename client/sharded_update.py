@@ -15,16 +15,15 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 from msgspec import structs
 
 from seer.client.sent_weights import SentWeights
 from seer.client.sharded_tensors import ShardedTensors
 from seer.client.tensor_stream import TensorStream
-from seer.client.weight_update import InFlight, Source, Update, new_call_id
+from seer.client.weight_update import InFlight, Source, Update, check_request, new_call_id
 from seer.common.blobs import checksum
-from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
 from seer.common.process.log import get_logger
 from seer.common.wire import (
@@ -66,11 +65,9 @@ class ShardedUpdate:
     """See `Update`, which it stands in for. Raises `InvalidField` for an invalid request."""
 
     def __init__(self, version: int, source: ShardedTensors, digest: str, in_flight: InFlight) -> None:
-        check_whole("version", version, 0, INT64[1])
+        check_request(version, in_flight)
         if digest not in ("", source.digest):
             raise InvalidField("digest", digest, f"the tensors have digest {source.digest}")
-        if in_flight not in get_args(InFlight):
-            raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self._stream, self._ranks = source.stream, source.ranks
         source.updates += 1
         name = f"v{version}-{source.token}-{source.updates}"  # the one before may be removed meanwhile

@@ -19,7 +19,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import structs
 
@@ -81,13 +81,11 @@ class Update:
         deltas: SentWeights | None = None,
         base: int | None = None,
     ) -> None:
-        check_whole("version", version, 0, INT64[1])
+        check_request(version, in_flight)
         if base is not None:
             check_whole("base", base, 0, version - 1)
             if not isinstance(source, Mapping):
                 raise InvalidField("base", base, "only tensors are sent as a delta: leave it out")
-        if in_flight not in ("finish", "abort", "error"):
-            raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.adapter = source if isinstance(source, LoraAdapter) else None
         self._mooncake = source if isinstance(source, MooncakeSource) else None
         self.in_place: InPlace | None = source if isinstance(source, SharedTensors | Broadcast) else None
@@ -277,6 +275,13 @@ class Update:
                 base=self._plan.base if self._plan else "", why=state.problem or "it lacks the base",
             )  # fmt: skip
         return refused
+
+
+def check_request(version: int, in_flight: str) -> None:
+    """Raise `InvalidField` for what no update may have."""
+    check_whole("version", version, 0, INT64[1])
+    if in_flight not in get_args(InFlight):
+        raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
 
 
 def new_name(version: int) -> str:

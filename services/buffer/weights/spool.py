@@ -57,6 +57,7 @@ update in place takes 50 ms."""
 _MAX_STREAMS = 4 * _MAX_OF_TRAINER
 """Bound on all trainers' streams."""
 _MAX_PARTS_OF_STREAM = 4096
+"""A rank sends one for each width of types: far more ranks than train one model."""
 _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 

@@ -91,11 +91,11 @@ class HeadSpeculator(TreeSpeculator, MTPSpeculator):  # type: ignore[misc]
 
     def load_head(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load new weights of the head, if there are any; one that vLLM cannot load only drafts worse."""
+        self.updates_behind += 1
         with self._apart() as shared:
             own = ((name, each) for name, each in tensors if shared.isdisjoint(name.split(".")[-2:-1]))
             first = next(own, None)
             if first is None:
-                self.updates_behind += 1
                 return
             try:
                 with set_current_vllm_config(self.vllm_config):
@@ -103,7 +103,6 @@ class HeadSpeculator(TreeSpeculator, MTPSpeculator):  # type: ignore[misc]
                 self.updates_behind = 0
             except Exception as error:  # noqa: BLE001 - vLLM's may be any
                 finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-                self.updates_behind += 1
                 _log.warning("the draft head's new weights cannot be loaded", why=str(error)[:300])
 
     @contextlib.contextmanager
