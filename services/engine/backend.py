@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -168,12 +168,15 @@ class Backend(Protocol):
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step; may block for the step's duration."""
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
-        """Do what can be done of `load_weights` while chunks run: called in a thread of its own.
+    def lay_out_weights(self, folder: Path | None, digest: str) -> None:
+        """Begin what can be done of `load_weights` beside steps; None: end that, it is not needed any more.
 
-        Until the next load, or a call with None, this may take the model's memory once more. `stop()`: it is
-        not needed any more. Whatever goes wrong, `load_weights` does all by itself.
+        Until then, or until the next load, this may take the model's memory once more. Whatever goes wrong,
+        `load_weights` does all by itself.
         """
+
+    def lays_out(self) -> bool:
+        """Say whether weights are still being laid out."""
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights by a folder's, whose `digest` was checked; nothing runs meanwhile.

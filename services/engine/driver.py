@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from seer.common.clock import Clock
 from seer.common.errors import EngineBroken, EngineError, SeerError
@@ -36,6 +36,11 @@ from seer.services.engine.step_watch import LOOK_SECONDS, STEP_SECONDS, StepWatc
 
 if TYPE_CHECKING:
     from seer.services.engine.server import EngineServer
+
+T = TypeVar("T")
+
+LAY_OUT_SECONDS = 0.05
+"""How often it is looked whether weights are laid out."""
 
 JOIN_SECONDS = 10.0
 """Longest wait for the backend's thread to end; it is a daemon, so the process ends anyway."""
@@ -94,8 +99,8 @@ class Driver(ABC):
         """Have `work` done where the backend runs, between two steps; never blocks."""
 
     @abstractmethod
-    async def call(self, work: Callable[[], None]) -> None:
-        """Do `work` there, and wait until it is done. Raises `EngineError` when it fails."""
+    async def call(self, work: Callable[[], T]) -> T:
+        """Do `work` there, and return what it returns. Raises `EngineError` when it fails."""
 
     @abstractmethod
     def reject(self, chunk: Chunk, error: SeerError) -> None:
@@ -127,9 +132,11 @@ class Driver(ABC):
         """Drop the draft trees of groups."""
         self.tell(lambda: self._backend.forget(group_ids))
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
-        """Prepare a load beside the backend's steps; blocks: see `Backend.lay_out_weights`."""
-        self._backend.lay_out_weights(folder, digest, stop)
+    async def lay_out_weights(self, folder: Path | None, digest: str = "") -> None:
+        """Prepare a load beside steps, and wait for that; without a folder: forget that, if it was done."""
+        await self.call(lambda: self._backend.lay_out_weights(folder, digest))
+        while await self.call(self._backend.lays_out):  # noqa: ASYNC110 - a rank's thread tells nobody
+            await asyncio.sleep(LAY_OUT_SECONDS)
 
     async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights; drop all chunks before."""
@@ -184,10 +191,10 @@ class InlineDriver(Driver):
         work()
         self._work.set()
 
-    async def call(self, work: Callable[[], None]) -> None:
+    async def call(self, work: Callable[[], T]) -> T:
         """See `Driver.call`."""
         try:
-            work()
+            return work()
         except Exception as error:
             raise _failure(error) from error
 
@@ -255,11 +262,11 @@ class ThreadDriver(Driver):
         """See `Driver.tell`."""
         self._commands.put(work)
 
-    async def call(self, work: Callable[[], None]) -> None:
+    async def call(self, work: Callable[[], T]) -> T:
         """See `Driver.call`."""
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
         self.tell(lambda: self._run_call(work, done))
-        await done
+        return await done
 
     def reject(self, chunk: Chunk, error: SeerError) -> None:
         """See `Driver.reject`."""
@@ -342,13 +349,13 @@ class ThreadDriver(Driver):
     def _stop(self) -> None:
         self._stopping = True
 
-    def _run_call(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
-        problem: EngineError | None = None
+    def _run_call(self, work: Callable[[], T], done: asyncio.Future[T]) -> None:
         try:
-            work()
+            found = work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller must get it
-            problem = _failure(error)
-        self._loop.call_soon_threadsafe(_settle, done, problem)
+            self._loop.call_soon_threadsafe(_settle, done, done.set_exception, _failure(error))
+        else:
+            self._loop.call_soon_threadsafe(_settle, done, done.set_result, found)
 
     def _emit(self, event: _Event) -> None:
         try:
@@ -365,13 +372,9 @@ def end_process() -> NoReturn:
     os._exit(EXIT_BROKEN)
 
 
-def _settle(done: asyncio.Future[None], problem: EngineError | None) -> None:
-    if done.cancelled():
-        return
-    if problem is not None:
-        done.set_exception(problem)
-    else:
-        done.set_result(None)
+def _settle(done: asyncio.Future[Any], settle: Callable[[Any], None], outcome: object) -> None:
+    if not done.cancelled():
+        settle(outcome)
 
 
 def _info(backend: Backend) -> BackendInfo:

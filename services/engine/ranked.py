@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -184,8 +184,12 @@ class RankedBackend:
 
     # --- weights and memory ----------------------------------------------------------------
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+    def lay_out_weights(self, folder: Path | None, digest: str) -> None:
         """See `Backend.lay_out_weights`; nothing is."""
+
+    def lays_out(self) -> bool:
+        """See `Backend.lays_out`."""
+        return False
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,9 @@ def test_an_update_brings_the_heads_weights(backend: VllmBackend, tmp_path: Path
     assert in_one_go(backend) == plain
     poor = accepted(backend)
     assert poor < 0.8 * good
-    backend.lay_out_weights(with_head, "with", lambda: False)
+    backend.lay_out_weights(with_head, "with")
+    while backend.lays_out():
+        time.sleep(0.01)
     assert backend.core._laid_out == "with"
     backend.load_weights(with_head, "with")
     assert close(made_by(backend), changed)

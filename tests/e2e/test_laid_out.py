@@ -1,11 +1,13 @@
 """Weights that are laid out while others generate: the same model as after vLLM's own load, and no token else."""
 
 import gc
-import threading
+import itertools
+import time
 from types import FunctionType
 
 import pytest
 import torch
+from ahead import check_on_two_ranks
 from engine_cases import BASE, chunk, engine_of, one_go, run
 from shared_engines import MODEL, changed_model
 from tiny_families import tiny
@@ -17,17 +19,28 @@ from seer.services.engine.vllm import core, laid_out
 PROMPT = list(range(1, 30))
 
 
-def lay_out(backend, folder, digest, stop=lambda: False):
+def lay_out(backend, folder, digest):
     """Return whether weights were laid out."""
-    backend.lay_out_weights(folder, digest, stop)
+    backend.lay_out_weights(folder, digest)
+    while backend.lays_out():
+        time.sleep(0.01)
     return backend.core._laid_out == digest != ""
+
+
+def forget(backend):
+    """End what is laid out, and wait until its memory is free."""
+    backend.lay_out_weights(None, "")
+    worker_of(backend).seer_laid_out.end(wait=True)
+
+
+def worker_of(backend):
+    return backend.core.engine_core.model_executor.driver_worker.worker
 
 
 def state(backend):
     """Return the bits of all tensors of the live model, and what each packed layer makes of an input."""
-    worker = backend.core.engine_core.model_executor.driver_worker.worker
     found = {}
-    for name, module in worker.model_runner.get_model().named_modules():
+    for name, module in worker_of(backend).model_runner.get_model().named_modules():
         for part, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is not None:
                 found[name, part] = tensor.detach().clone()
@@ -80,15 +93,13 @@ def test_weights_are_laid_out_while_others_generate(tmp_path, monkeypatch):
         assert equal(state(backend), first)
 
         for _ in range(3):
-            work = threading.Thread(target=backend.lay_out_weights, args=(new, "new", lambda: False))
-            work.start()
-            for round_ in range(40):
+            backend.lay_out_weights(new, "new")
+            for round_ in itertools.count():
                 chunks = [chunk(f"{round_} {each}", BASE, prompt=PROMPT) for each in range(4)]
                 for response in run(backend, chunks).values():
                     assert response.tokens == before.tokens
-                if not work.is_alive() and round_:
+                if not backend.lays_out() and round_:
                     break
-            work.join()
             assert equal(state(backend), first)
             assert backend.core._laid_out == "new"
             loads = count_loads(backend, monkeypatch)
@@ -107,9 +118,12 @@ def test_weights_are_laid_out_while_others_generate(tmp_path, monkeypatch):
             monkeypatch.undo()
 
         # What is no longer needed, or has no room, or is of another digest, is loaded by vLLM in the pause.
-        assert not lay_out(backend, new, "new", stop=lambda: True)
+        backend.lay_out_weights(new, "new")
+        backend.lay_out_weights(None, "")
+        assert not backend.lays_out()
+        assert not backend.core._laid_out
         assert lay_out(backend, new, "new")
-        backend.lay_out_weights(None, "", lambda: False)
+        backend.lay_out_weights(None, "")
         assert backend.core.rpc("seer_forget_laid_out") == [None]
         with monkeypatch.context() as patch:
             patch.setattr(core, "free_bytes", lambda: 2**20)
@@ -125,7 +139,7 @@ def test_weights_are_laid_out_while_others_generate(tmp_path, monkeypatch):
         assert equal(state(backend), second)
 
 
-def test_no_weights_are_left_once_they_are_loaded_or_not_needed(tmp_path):
+def test_no_weights_are_left_once_they_are_loaded_or_not_needed(tmp_path, monkeypatch):
     new = changed_model(tmp_path / "new")
     with engine_of(MODEL, kv_blocks=40) as backend:
         backend.load_weights(new, "")  # so that vLLM's own first load is over
@@ -138,14 +152,21 @@ def test_no_weights_are_left_once_they_are_loaded_or_not_needed(tmp_path):
                 assert lay_out(backend, folder, digest)
                 assert packed_layers() == 2 * before
                 backend.load_weights(folder, digest)
-                backend.lay_out_weights(None, "", lambda: False)
+                forget(backend)
                 assert packed_layers() == before
-            calls = iter(range(99))
-            assert not lay_out(backend, MODEL, "old", stop=lambda: next(calls) == 20)
+            with monkeypatch.context() as patch:
+                calls, until = itertools.count(), laid_out._until
+                patch.setattr(laid_out, "_until", lambda _, given: until(lambda: next(calls) == 20, given))
+                assert not lay_out(backend, MODEL, "old")
+            assert packed_layers() == before
+            backend.lay_out_weights(MODEL, "old")
+            backend.load_weights(new, "another")  # while the other ones are laid out
             assert packed_layers() == before
             assert lay_out(backend, MODEL, "old")
-            backend.load_weights(new, "another")
-            assert packed_layers() == before
+            backend.lay_out_weights(new, "new")  # of two, the first one is freed before
+            assert lay_out(backend, new, "new")
+            assert packed_layers() == 2 * before
+            forget(backend)
         finally:
             gc.enable()
 
@@ -154,6 +175,54 @@ def packed_layers():
     """Return how many layers' weights are packed by vLLM for its kernels: each is a function's."""
     made = (each for each in gc.get_objects() if isinstance(each, FunctionType))
     return sum(each.__qualname__.startswith("dispatch_cpu_unquantized_gemm.") for each in made)
+
+
+TWO_RANKS = """
+import itertools
+from pathlib import Path
+import sys
+
+from engine_cases import BASE, chunk, engine_of, one_go, run
+from shared_engines import MODEL, changed_model
+from e2e.test_laid_out import PROMPT, lay_out
+
+def weights(worker):
+    state = worker.model_runner.get_model().state_dict()
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+def parts(backend):
+    found = backend.core.engine_core.model_executor.collective_rpc(weights)
+    return [{name: tensor.tolist() for name, tensor in each.items()} for each in found]
+
+if __name__ == "__main__":
+    new = changed_model(Path(sys.argv[1]) / "new")
+    with engine_of(MODEL, kv_blocks=40, tensor_parallel=2, cpu_cores=None) as backend:
+        before, first = one_go(backend, BASE, prompt=PROMPT).tokens, parts(backend)
+        backend.load_weights(new, "new")
+        after, second = one_go(backend, BASE, prompt=PROMPT).tokens, parts(backend)
+        backend.load_weights(MODEL, "old")
+        assert before != after and parts(backend) == first != second and first[0] != first[1]
+        backend.lay_out_weights(new, "new")
+        for round_ in itertools.count():
+            assert run(backend, [chunk(str(round_), BASE, prompt=PROMPT)])[str(round_)].tokens == before
+            if not backend.lays_out() and round_:
+                break
+        assert backend.core._laid_out == "new" and parts(backend) == first
+        backend.load_weights(new, "new")
+        assert backend.core._laid_out == "used" and parts(backend) == second
+        assert one_go(backend, BASE, prompt=PROMPT).tokens == after
+        backend.lay_out_weights(MODEL, "old")  # still under way when the load comes, or not
+        backend.load_weights(MODEL, "another")
+        assert parts(backend) == first
+        assert not lay_out(backend, Path(sys.argv[1]), "none")
+    print("the same", flush=True)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_each_rank_lays_out_its_own(tmp_path):
+    check_on_two_ranks(tmp_path, TWO_RANKS, tmp_path)
 
 
 def count_loads(backend, monkeypatch):

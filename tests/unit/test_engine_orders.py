@@ -35,7 +35,7 @@ class Loading(ReplayBackend):
         self.received = []
         self.laid_out = []
 
-    def lay_out_weights(self, folder, digest, stop):
+    def lay_out_weights(self, folder, digest):
         self.laid_out.append((folder, digest))
 
     def receive_weights(self, folder, engine, digest):

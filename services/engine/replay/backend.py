@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,8 +247,12 @@ class ReplayBackend:
         """Note the digest of the model that it is started with; no KV is shared."""
         self._model_digest = digest
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+    def lay_out_weights(self, folder: Path | None, digest: str) -> None:
         """See `Backend.lay_out_weights`; nothing is."""
+
+    def lays_out(self) -> bool:
+        """See `Backend.lays_out`."""
+        return False
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`: other weights give other responses."""

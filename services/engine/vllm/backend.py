@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,10 +60,7 @@ SETTLE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Run:
-    """One chunk in the engine; `left` counts tokens until its turn's own limit.
-
-    `tree` is the one it drafts from.
-    """
+    """One chunk in the engine. `left`: tokens until its turn's own limit; `tree`: what it drafts from."""
 
     chunk: Chunk
     request: Request
@@ -309,9 +306,13 @@ class VllmBackend:
             settings = self._config.vllm.texts()
             self._sharing.bind(f"{digest} {settings}" if digest and settings else digest)
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
+    def lay_out_weights(self, folder: Path | None, digest: str) -> None:
         """See `Backend.lay_out_weights`."""
-        self.core.lay_out_weights(folder, digest, stop)
+        self.core.lay_out_weights(None if folder is None else self._folders(folder), digest)
+
+    def lays_out(self) -> bool:
+        """See `Backend.lays_out`."""
+        return self.core.lays_out()
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
@@ -353,9 +354,7 @@ class VllmBackend:
         while self._sharing is not None and self.core.kv.free < self.capacity.kv_blocks:
             self.core.step()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the KV pool held blocks for {SETTLE_SECONDS:g} s after all work had ended"
-                )
+                raise EngineError(f"the KV pool held blocks for {SETTLE_SECONDS:g} s after all work ended")
             time.sleep(IDLE_STEP_SECONDS)
 
     def stats(self) -> InstanceStats:

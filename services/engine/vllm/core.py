@@ -8,7 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class CoreHandle:
         self._length_now = self._length_next = (
             0  # of drafts that the next step verifies, and of those after it
         )
-        self._laid_out = ""  # the digest of the weights that are
+        self._laid_out = self._laying_out = ""  # digests of the weights that are laid out, or are being
         self.head_behind = 0  # updates since the one that the draft head is of
 
     def describe(
@@ -294,29 +295,37 @@ class CoreHandle:
 
     # --- weights and memory --------------------------------------------------------------
 
-    def lay_out_weights(self, folder: Path | None, digest: str, stop: Callable[[], bool]) -> None:
-        """See `Backend.lay_out_weights`; on CPUs with one rank, for which this was measured and proved."""
+    def lay_out_weights(self, folders: Sequence[str] | None, digest: str) -> None:
+        """See `Backend.lay_out_weights`; on CPUs, for which this was measured and proved."""
         self._forget_laid_out()
-        config = self.engine_core.vllm_config
-        if (
-            folder is None
-            or config.device_config.device_type != "cpu"
-            or config.parallel_config.world_size > 1
-        ):
+        if folders is None or self.engine_core.vllm_config.device_config.device_type != "cpu":
             return
-        try:
-            size = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
-            why = f"{LAID_OUT_ROOM} times their {size} bytes of memory are not free"
-            if free_bytes() >= LAID_OUT_ROOM * size:
-                why = self.rpc("seer_lay_out", folder=str(folder), stop=stop)[0]
-        except Exception as error:  # noqa: BLE001 - vLLM's may be any; the load will say it again
-            why = str(error)[:MAX_VLLM_TEXT]
-        self._laid_out = "" if why else digest
-        _log.debug("weights are laid out", before_the_pause=not why, why=why)
+        size = sum(each.stat().st_size for each in Path(folders[0]).glob("*.safetensors"))
+        if free_bytes() < LAID_OUT_ROOM * size:
+            _log.debug(
+                "weights are laid out in the pause", why=f"no memory for {LAID_OUT_ROOM} * {size} bytes"
+            )
+            return
+        self._laying_out = digest
+        self.rpc("seer_lay_out", folders=folders)
+
+    def lays_out(self) -> bool:
+        """See `Backend.lays_out`."""
+        if not self._laying_out:
+            return False
+        problems = self.rpc("seer_lay_out_problem")
+        if None in problems:
+            return True
+        self._laid_out = self._laying_out
+        if any(problems):
+            _log.debug("weights are laid out in the pause", why=problems)
+            self._forget_laid_out()
+        self._laying_out = ""
+        return False
 
     def _forget_laid_out(self) -> None:
-        if self._laid_out:
-            self._laid_out = ""
+        if self._laid_out or self._laying_out:
+            self._laid_out = self._laying_out = ""
             self.rpc("seer_forget_laid_out")
 
     def load_weights(self, folders: Sequence[str], digest: str, *, adapter: bool = False) -> None:
@@ -373,6 +382,9 @@ class CoreHandle:
 
     def close(self) -> None:
         """Stop the workers and free the device; idempotent."""
+        if self._client is not None:
+            with contextlib.suppress(Exception):  # a rank may have ended
+                self._forget_laid_out()
         client, self._client = self._client, None
         if client is not None:
             client.shutdown()

@@ -6,7 +6,7 @@ modules that share all with the live ones but parameters, buffers, and what a lo
 pause is to copy the twin's parameters, and to take what its load has set, as weights packed for oneDNN.
 
 Invariants (tests/e2e/test_laid_out.py):
-- until `use`, nothing that the live model reads is written;
+- until `use`, nothing that the live model reads is written, and steps go on;
 - afterwards the model is, bit for bit, what vLLM's own load makes of the same folder;
 - a model of which a part may keep weights elsewhere is refused by name: `problem`;
 - after `free`, or an error, no memory is left of them, without a garbage collection.
@@ -15,11 +15,14 @@ Invariants (tests/e2e/test_laid_out.py):
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from seer.common.errors import EngineError
+from seer.services.engine.vllm.loading import MAX_VLLM_TEXT
 from seer.services.engine.vllm.weight_reload import reloading
 
 if TYPE_CHECKING:
@@ -99,6 +102,52 @@ class LaidOut:
         for twin in self._twins:
             LAYERWISE_INFO.pop(twin, None)
             vars(twin).clear()
+
+
+class LayOutThread:
+    """Lays weights out for a `model` in a thread, keeps them until `end`, and frees them there.
+
+    `before` was ended, but may still be at work. `problem`: why there are none; empty: there are some; None:
+    this is under way.
+    """
+
+    def __init__(
+        self, config: VllmConfig, model: torch.nn.Module, folder: str, before: LayOutThread | None
+    ) -> None:
+        self.folder = Path(folder)
+        self.problem: str | None = None
+        self._ended = threading.Event()
+        self._laid_out: LaidOut | None = None
+        given = config, model, before
+        self._thread = threading.Thread(target=self._run, args=given, name="lay-out", daemon=True)
+        self._thread.start()
+
+    def use(self) -> None:
+        """See `LaidOut.use`. Raises `EngineError` if there are none."""
+        if self._laid_out is None:
+            raise EngineError("no weights are laid out")
+        self._laid_out.use()
+
+    def end(self, *, wait: bool = False) -> None:
+        """Free them soon; `wait` until that is done."""
+        self._ended.set()
+        if wait:
+            self._thread.join()
+
+    def _run(self, config: VllmConfig, model: torch.nn.Module, before: LayOutThread | None) -> None:
+        if before is not None:
+            before.end(wait=True)
+        try:
+            if why := problem(model):
+                raise ValueError(why)
+            self._laid_out = LaidOut(config, model, str(self.folder), self._ended.is_set)
+        except Exception as error:  # noqa: BLE001 - vLLM's may be any; the load will say it again
+            self.problem = str(error)[:MAX_VLLM_TEXT] or repr(error)
+        else:
+            self.problem = ""
+            self._ended.wait()
+            self._laid_out.free()
+            self._laid_out = None
 
 
 def _until(stop: Callable[[], bool], weights: Iterator[Any]) -> Iterator[Any]:

@@ -40,7 +40,7 @@ from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.expert_routes import ExpertRoutes
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
-from seer.services.engine.vllm.laid_out import LaidOut, problem
+from seer.services.engine.vllm.laid_out import LayOutThread
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.sampler import sample_rows
@@ -75,7 +75,7 @@ class SeerWorker:
     seer_memory: CpuSleep
     seer_blocks: FreshBlocks
     seer_base: str
-    seer_laid_out: LaidOut | None = None
+    seer_laid_out: LayOutThread | None = None
 
     def seer_profile_largest_batch(self, max_draft: int, routed_experts: bool) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
@@ -179,19 +179,19 @@ class SeerWorker:
             return str(error)
         return ""
 
-    def seer_lay_out(self, folder: str, stop: Callable[[], bool]) -> str:
-        """Lay weights out for `seer_use_laid_out` while others generate; return why not, if so."""
-        model = self.model_runner.get_model()
-        if why := problem(model):
-            return why
-        self.seer_laid_out = LaidOut(self.vllm_config, model, folder, stop)
-        return ""
+    def seer_lay_out(self, folders: list[str]) -> None:
+        """Begin to lay weights out for `seer_use_laid_out` while others generate."""
+        model, folder = self.model_runner.get_model(), self._own(folders)
+        self.seer_laid_out = LayOutThread(self.vllm_config, model, folder, self.seer_laid_out)
+
+    def seer_lay_out_problem(self) -> str | None:
+        """Return why weights could not be laid out, empty if they are; None: that is under way."""
+        return "nothing is" if self.seer_laid_out is None else self.seer_laid_out.problem
 
     def seer_forget_laid_out(self) -> None:
-        """Free the memory of what is laid out."""
+        """Lay nothing out any more, and free the memory of what is, as soon as that is possible."""
         if self.seer_laid_out is not None:
-            self.seer_laid_out.free()
-            self.seer_laid_out = None
+            self.seer_laid_out.end()
 
     def seer_use_laid_out(self) -> None:
         """Load what is laid out, as `seer_load_weights` would; forget it once there is time to."""
@@ -206,8 +206,13 @@ class SeerWorker:
     def seer_load_weights(self, folders: list[str]) -> None:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
         folder = self._own(folders)
-        reloading(self.reload_weights, weights_path=folder)
+        self._reload(weights_path=folder)
         self._load_head(heads_in(Path(folder), self.vllm_config))
+
+    def _reload(self, **given: object) -> None:
+        if self.seer_laid_out is not None:
+            self.seer_laid_out.end(wait=True)  # two loads at once would mix their notes
+        reloading(self.reload_weights, **given)
 
     def _load_head(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load an update's tensors of the head, if there is a head."""
@@ -221,7 +226,7 @@ class SeerWorker:
         loader = get_model_loader(self.vllm_config.load_config)
         weights = loader.get_all_weights(config, self.model_runner.get_model())
         merged = Adapter(Path(self._own(folders)), Path(base)).merged(weights)
-        reloading(self.reload_weights, weights_iterator=merged)
+        self._reload(weights_iterator=merged)
         self._load_head(iter(()))
 
     def seer_head_behind(self) -> int:
@@ -242,7 +247,7 @@ class SeerWorker:
         try:
             heads: dict[str, torch.Tensor] = {}
             tensors = kept_heads(receiver.tensors(), heads, self.vllm_config)
-            reloading(self.reload_weights, weights_iterator=tensors)
+            self._reload(weights_iterator=tensors)
             self._load_head(iter(heads.items()))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned

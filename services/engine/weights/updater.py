@@ -18,7 +18,6 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING
 from seer.common import wire
 from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.net.node import node_id
-from seer.common.process.threads import until_stopped
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity
 from seer.common.weights.in_place import is_in_place
@@ -214,10 +212,9 @@ class WeightUpdater:
 
     async def _lay_out(self, folder: Path | None, digest: str = "") -> None:
         """Have the backend do what it can of a load; without a folder: forget that, if it did."""
-        if folder is None and self._laid_out is None:
-            return
-        self._laid_out, stop = self.checker.checked if folder is not None else None, threading.Event()
-        await until_stopped(stop.set, self._driver.lay_out_weights, folder, digest, stop.is_set)
+        if folder is not None or self._laid_out is not None:
+            self._laid_out = self.checker.checked if folder is not None else None
+            await self._driver.lay_out_weights(folder, digest)
 
     async def _discard(self) -> None:
         await self._lay_out(None)
