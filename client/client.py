@@ -29,13 +29,13 @@ from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.sent_weights import SentWeights, sent_weights
-from seer.client.sharded_update import AnyUpdate, update_of
+from seer.client.sharded_update import update_of
 from seer.client.sleep_call import SleepCall
 from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout, begun
 from seer.client.used_noise import UsedNoise
-from seer.client.weight_update import InFlight, Source, new_call_id
+from seer.client.weight_update import InFlight, Source, Update, new_call_id
 from seer.common.bounds import INT64, check_seconds, check_whole
 from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
@@ -117,7 +117,7 @@ class RolloutClient(NamesNextPrompts):
         self._resubmit, self._last_heard = False, 0.0
         self._wake = asyncio.Event()
         self._status_calls = StatusCalls()
-        self._update: AnyUpdate | None = None
+        self._update: Update | None = None
         self._sleep_call: SleepCall | None = None
         self._wish: Sleep | None = None
 

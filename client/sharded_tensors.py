@@ -5,7 +5,6 @@ memory than for its share and one tensor.
 
 Invariants (tests/unit/test_sharded_tensors.py, tests/process/test_sharded_weights.py):
 - the ranks' ranges have each byte of the stream once, and all ranks lay the stream out alike;
-- the digest is that of the same tensors sent by one rank;
 - every rank does the same collective calls in the same order, and what fails on one rank raises on all, but
   for a `full_tensor` that fails on one alone: the others wait in it until torch gives up.
 """
@@ -14,22 +13,21 @@ from __future__ import annotations
 
 import heapq
 import math
-import secrets
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from seer.client.tensor_stream import Entry, Tensor, TensorStream, bytes_of, entries_of, hash_of
+from seer.client.tensor_stream import Entry, Tensor, TensorStream, entries_of
 from seer.common.errors import InvalidField
-from seer.common.weights.digest import digest_of
 
 T = TypeVar("T")
 
-_gloo: dict[object, tuple[Any, threading.Lock]] = {}
-"""By torch's groups: a group of the same ranks whose calls may be made on any thread, one at a time."""
+_gloo: dict[object, tuple[Any, threading.RLock]] = {}
+"""By torch's groups: a group of the same ranks whose calls may be made on any thread, and their turn."""
 
 _GLOO_TIMEOUT = timedelta(days=1)
 """Longest wait for another rank: an update waits for running requests, and torch gives up in half an hour."""
@@ -40,6 +38,8 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    turn: AbstractContextManager[object]
+    """Held by a thread while it makes calls that belong together, so all ranks have one order."""
 
     def gather(self, own: object) -> list[Any]:
         """Return what each rank gives, by rank."""
@@ -60,15 +60,15 @@ class TorchRanks:
             same = dist.new_group(
                 dist.get_process_group_ranks(group), _GLOO_TIMEOUT, "gloo", use_local_synchronization=True
             )
-            _gloo[group] = same, threading.Lock()
-        self._group, self._lock = _gloo[group]
+            _gloo[group] = same, threading.RLock()
+        self._group, self.turn = _gloo[group]
 
     def gather(self, own: object) -> list[Any]:
         """See `Ranks.gather`."""
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        with self._lock:  # each call is several of torch's, and `tell` of an earlier update may still wait
+        with self.turn:  # each call is several of torch's, and those of an earlier update may still wait
             dist.all_gather_object(found, own, group=self._group)
         return found
 
@@ -77,7 +77,7 @@ class TorchRanks:
         import torch.distributed as dist
 
         told = [outcome]
-        with self._lock:
+        with self.turn:
             dist.broadcast_object_list(told, src=dist.get_global_rank(self._group, 0), group=self._group)
         return told[0]
 
@@ -100,14 +100,15 @@ class ShardedTensors:
         self.ranks = ranks or TorchRanks()
         names, owners = self._agree(tensors)
         entries = [self._entry(name, tensors[name], owners[name]) for name in names]
-        own = [each for each in entries if owners[each.name] == self.ranks.rank]
-        hashes = self._gather(lambda: {each.name: _hash(each) for each in own})
-        self.digest = digest_of({name: each for part in hashes for name, each in part.items()})
+        self.on_all(lambda: _raise_first(entries))
         self.stream = TensorStream(entries, owners=owners)
-        self.updates = 0
-        """Updates that were begun with them, on this rank; as many on all."""
 
-    def _gather(self, work: Callable[[], T]) -> list[T]:
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.ranks.rank
+
+    def on_all(self, work: Callable[[], T]) -> list[T]:
         """Return what `work` returns on each rank. If it raises on one, all ranks raise `InvalidField`."""
         problem, own = "", None
         try:
@@ -121,21 +122,21 @@ class ShardedTensors:
         return [each for _, each in found]
 
     def _agree(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, int]]:
-        """Find out which tensors are sent, and which rank sends each; and a token for the stream's name."""
+        """Find out which tensors are sent, and which rank sends each."""
 
-        def own() -> tuple[list[tuple[str, str, tuple[int, ...], int]], set[str], str]:
+        def own() -> tuple[list[tuple[str, str, tuple[int, ...], int]], set[str]]:
             local = {name: _local(each) for name, each in tensors.items()}
             tied = tensors.keys() - {each.name for each in entries_of(local)}
             what = [(name, *_described(name, each)) for name, each in tensors.items()]
-            return what, tied, secrets.token_hex(6)
+            return what, tied
 
-        found = self._gather(own)
-        what, _, self.token = found[0]
-        for rank, (other, _, _) in enumerate(found):
+        found = self.on_all(own)
+        what, _ = found[0]
+        for rank, (other, _) in enumerate(found):
             if other != what:
                 fix = "give tensors of the same names, types and shapes on all ranks, in one order"
                 raise InvalidField("source", f"tensors of rank {rank}", fix)
-        tied = set[str]().union(*(each for _, each, _ in found))  # an empty shard does not show that it is
+        tied = set[str]().union(*(each for _, each in found))  # an empty shard does not show that it is
         sizes = {name: size for name, _, _, size in what if name not in tied}
         return list(sizes), shared_out(sizes, self.ranks.size)
 
@@ -158,10 +159,10 @@ class ShardedTensors:
         return Entry(name, dtype, shape, size, whole)
 
 
-def _hash(entry: Entry) -> bytes:
-    if isinstance(entry.tensor, Exception):
-        raise entry.tensor
-    return hash_of(entry, bytes_of(entry.tensor))
+def _raise_first(entries: list[Entry]) -> None:
+    for entry in entries:
+        if isinstance(entry.tensor, Exception):
+            raise entry.tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """One rank's side of a weight update that all ranks of a trainer make together.
 
 Invariants (tests/cluster/test_sharded_weights.py):
-- each rank sends its parts of the stream, at most `SPOOL_WINDOW` messages ahead of what the buffer confirmed,
-  and again from where the buffer lacks them;
+- each rank sends its share of the stream, or of the delta in its place;
 - the first rank asks for the update; its outcome, an answer or an error, is every rank's. Until then all
   ranks stay, since a restarted buffer needs all parts again;
+- every rank makes the same collective calls in the same order, also once its own update was cancelled;
 - a rank that ends early ends the update on all: the buffer gives the stream up once it does not grow.
 """
 
@@ -12,222 +12,167 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from msgspec import structs
-
-from seer.client.sent_weights import SentWeights
+from seer.client.sent_weights import Plan, SentWeights
 from seer.client.sharded_tensors import ShardedTensors
 from seer.client.tensor_stream import TensorStream
-from seer.client.weight_update import InFlight, Source, Update, check_request, new_call_id
-from seer.common.blobs import checksum
+from seer.client.upload import Send
+from seer.client.weight_update import InFlight, Source, Update
 from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
 from seer.common.process.log import get_logger
-from seer.common.wire import (
-    SPOOL_BYTES,
-    SPOOL_PART,
-    SPOOL_SCHEME,
-    SPOOL_WINDOW,
-    OpenSpool,
-    SpoolData,
-    SpoolState,
-    UpdateWeights,
-    WeightsFailed,
-    WeightsLive,
-    WeightsLoading,
-)
-
-POLL_SECONDS = 5.0
-"""Silence after which the buffer is asked how much of a part it has."""
+from seer.common.wire import SPOOL_SCHEME, WeightsFailed, WeightsLive
 
 TELL_SECONDS = 60.0
 """How long the first rank waits for the others to hear how an update ended."""
 
-T = TypeVar("T")
-
-Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
-
 _log = get_logger()
 
 
-@dataclass(slots=True)
-class _Part:
-    """The stream's bytes from `start` on, sent as a stream of their own, and what the buffer said of them."""
+class _Told(NamedTuple):
+    """What the first rank tells: the answer, or reasons as in `WeightsRefused`; `whole`: no delta."""
 
-    opening: OpenSpool
-    states: asyncio.Queue[SpoolState] = field(default_factory=lambda: asyncio.Queue(4 * SPOOL_WINDOW))
+    outcome: WeightsLive | dict[str, str]
+    whole: bool
+
+    def again(self) -> bool:
+        """Whether the ranks send all of the stream next: engines refused what a delta made."""
+        return not (self.whole or isinstance(self.outcome, WeightsLive)) and any(self.outcome)
 
 
-class ShardedUpdate:
-    """See `Update`, which it stands in for. Raises `InvalidField` for an invalid request."""
+_ENDED = _Told({"": "the first rank ended the update"}, whole=True)
 
-    def __init__(self, version: int, source: ShardedTensors, digest: str, in_flight: InFlight) -> None:
-        check_request(version, in_flight)
-        if digest not in ("", source.digest):
-            raise InvalidField("digest", digest, f"the tensors have digest {source.digest}")
-        self._stream, self._ranks = source.stream, source.ranks
-        source.updates += 1
-        name = f"v{version}-{source.token}-{source.updates}"  # the one before may be removed meanwhile
-        self.request = UpdateWeights(
-            version=version, source=SPOOL_SCHEME + name, digest=source.digest, in_flight=in_flight,
-            call_id=new_call_id(),
-        )  # fmt: skip
-        self._parts = {
-            part.name: _Part(part) for rank, part in _parts(self._stream, name) if rank == self._ranks.rank
-        }
-        self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
-        self._requested = False
+_Heard = Plan | _Told | Exception
 
-    async def send_again(self, send: Send) -> None:
-        """Send the request again, if it was sent: the buffer may not have it."""
-        for part in self._parts.values():
-            await send(part.opening)
-        if self._requested:
-            await send(self.request)
 
-    def answer(self, message: WeightsLive | WeightsFailed | WeightsLoading | SpoolState) -> None:
-        """Handle an answer; one to another update, or a second one, changes nothing."""
-        if isinstance(message, SpoolState):
-            if (part := self._parts.get(message.name)) is not None:
-                with contextlib.suppress(asyncio.QueueFull):
-                    part.states.put_nowait(message)
-        elif not isinstance(message, WeightsLoading) and message.call_id == self.request.call_id:
-            self._settle(message)
+class ShardedUpdate(Update):
+    """See `Update`."""
 
-    def _settle(self, message: WeightsLive | WeightsFailed) -> None:
-        if not self._answer.done():
-            self._answer.set_result(message)
-
-    def fail(self, error: BaseException) -> None:
-        """End the update with an error."""
-        if not self._answer.done():
-            self._answer.set_exception(error)
+    def __init__(
+        self,
+        version: int,
+        source: ShardedTensors,
+        digest: str,
+        in_flight: InFlight,
+        deltas: SentWeights | None = None,
+        base: int | None = None,
+    ) -> None:
+        super().__init__(version, source, digest, in_flight, deltas, base)
+        self._source = source
+        self._asked = {"version": version, "digest": digest, "in_flight": in_flight, "base": base}
+        self._outcomes: queue.SimpleQueue[_Told] = queue.SimpleQueue()  # of the first rank
+        self._heard: asyncio.Queue[_Heard] = asyncio.Queue()  # at most three
+        self._told: _Told | None = None
 
     async def run(self, send: Send) -> WeightsLive:
-        """Send this rank's parts and, on the first rank, the request; return the answer.
-
-        Raises `WeightsRefused`, or the error of the connection.
-        """
-        uploads = [asyncio.create_task(self._upload(part, send)) for part in self._parts.values()]
-        for upload in uploads:
-            upload.add_done_callback(self._uploaded)
+        """See `Update.run`."""
         try:
-            return await (self._lead(send) if self._ranks.rank == 0 else self._follow())
+            return await super().run(send)
         finally:
-            for upload in uploads:
-                upload.cancel()
-            await asyncio.gather(*uploads, return_exceptions=True)
+            self._outcomes.put(_ENDED)  # unless it has told another end
+
+    def _collective(self) -> Iterator[_Heard]:
+        """Make all collective calls of the update. Each blocks until all ranks have made it."""
+        source, ranks = self._source, self._source.ranks
+        with ranks.turn:
+            found = ranks.gather((self._name, self._asked))
+            self._name, first = found[0]
+            for rank, (_, asked) in enumerate(found):
+                for name, value in asked.items():
+                    if value != first[name]:
+                        raise InvalidField(
+                            name, value, f"give the same on ranks 0 and {rank}: {first[name]!r}"
+                        )
+            yield self._deltas.plan(source.stream, self._base, source)
+            again = True
+            while again:
+                told: _Told = ranks.tell(self._outcomes.get() if self._rank == 0 else None)
+                yield told
+                again = told.again()
+
+    async def _planned(self, stream: TensorStream) -> Plan:
+        _on_a_thread(self._collective(), self._heard)
+        plan = await self._heard.get()
+        if isinstance(plan, SeerError):
+            raise plan
+        if not isinstance(plan, Plan):
+            raise Unreachable(f"not all ranks began the update: {plan}")
+        self.request.source = SPOOL_SCHEME + self._name
+        return plan
+
+    def _sent_whole(self) -> bool:
+        return super()._sent_whole() if self._told is None else self._told.whole
+
+    async def _run(self, send: Send) -> WeightsLive:
+        self._told = None
+        if self._rank == 0:
+            return await self._lead(send)
+        listening = asyncio.create_task(self._listen())
+        try:
+            return await super()._run(send)
+        finally:
+            listening.cancel()
 
     async def _lead(self, send: Send) -> WeightsLive:
-        outcome: WeightsLive | dict[str, str] = {"": "the first rank ended the update"}
+        outcome = _ENDED.outcome
         try:
-            for part in self._parts.values():
-                await send(part.opening)  # before the request, whose stream has to be there
-            self._requested = True
-            await send(self.request)
-            message = await self._answer
-            if isinstance(message, WeightsFailed):
-                outcome = message.reasons
-                raise WeightsRefused(message.version, message.reasons)
-            outcome = live = structs.replace(message, call_id=0)
+            outcome = live = await super()._run(send)
         except SeerError as error:
             outcome = error.reasons if isinstance(error, WeightsRefused) else {"": str(error)}
             raise
         finally:
-            told = _on_a_thread(self._ranks.tell, outcome)
+            self._told = _Told(outcome, self._sent_whole())
+            self._outcomes.put(self._told)
             try:
-                await asyncio.wait_for(told, TELL_SECONDS)
-            except Exception as error:  # noqa: BLE001 - a rank that has ended: torch's may be any
-                _log.warning("not all ranks heard how the update ended", error=repr(error))
+                heard = await asyncio.wait_for(self._heard.get(), TELL_SECONDS)
+            except TimeoutError as error:
+                heard = error
+            if isinstance(heard, Exception):
+                _log.warning("not all ranks heard how the update ended", error=repr(heard))
         return live
 
-    async def _follow(self) -> WeightsLive:
-        told = _on_a_thread(self._ranks.tell)
-        await asyncio.wait({told, self._answer}, return_when=asyncio.FIRST_COMPLETED)
-        if not told.done():
-            self._answer.result()  # this rank's own error
-        if (error := told.exception()) is not None:
-            raise Unreachable(f"the first rank told no outcome of the update: {error}") from error
-        outcome = told.result()
-        if isinstance(outcome, WeightsLive):
-            return outcome
-        raise WeightsRefused(self.request.version, outcome)
-
-    def _uploaded(self, upload: asyncio.Task[None]) -> None:
-        if not upload.cancelled() and (error := upload.exception()) is not None:
-            self.fail(error)
-
-    async def _upload(self, part: _Part, send: Send) -> None:
-        # What is sent before the buffer answers would be sent again, and so would all that follows it.
-        opening, confirmed, sent = part.opening, 0, part.opening.size
-        if self._ranks.rank:  # the first one's are opened before the request
-            await send(opening)
-        while True:
-            while sent < min(opening.size, confirmed + SPOOL_WINDOW * SPOOL_BYTES):
-                length = min(SPOOL_BYTES, opening.size - sent)
-                data = await asyncio.to_thread(self._stream.read, opening.start + sent, length)
-                await send(SpoolData(name=opening.name, offset=sent, checksum=checksum(data), data=data))
-                sent += length
-            try:
-                async with asyncio.timeout(POLL_SECONDS if confirmed < opening.size else None):
-                    state = await part.states.get()
-            except TimeoutError:
-                await send(opening)
-                continue
-            if state.problem:
-                raise WeightsRefused(self.request.version, {"": f"the upload failed: {state.problem}"})
-            confirmed = state.have
-            sent = confirmed if state.resend else sent
+    async def _listen(self) -> None:
+        """Settle this rank's update by what the first one tells."""
+        told = await self._heard.get()
+        if not isinstance(told, _Told):
+            self.fail(Unreachable(f"the first rank told no outcome of the update: {told}"))
+            return
+        self._told = told
+        if self._answer.done():
+            return
+        if isinstance(told.outcome, WeightsLive):
+            self._answer.set_result(told.outcome)
+        else:
+            self._answer.set_result(WeightsFailed(version=self.request.version, reasons=told.outcome))
 
 
-def _parts(stream: TensorStream, name: str) -> list[tuple[int, OpenSpool]]:
-    """Return which parts of a stream of this name there are, and the rank that sends each."""
-    return [
-        (
-            rank,
-            OpenSpool(
-                name=f"{name}{SPOOL_PART}{number}", size=end - start, start=start, whole_size=stream.size
-            ),
-        )
-        for number, (rank, start, end) in enumerate(stream.ranges())
-    ]
-
-
-def _on_a_thread(call: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """Return what a call will return. It may block for ever: then its thread ends with the process."""
+def _on_a_thread(calls: Iterator[_Heard], heard: asyncio.Queue[_Heard]) -> None:
+    """Have what calls return be heard. They may block for ever: then their thread ends with the process."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: Exception | None) -> None:
-        if not found.done():
-            found.set_exception(error) if error else found.set_result(cast("T", value))
+    def hear(each: _Heard) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop has ended; other ranks still wait for the next call
+            loop.call_soon_threadsafe(heard.put_nowait, each)
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = call(*args)
+            for each in calls:
+                hear(each)
         except Exception as failed:  # noqa: BLE001 - whoever awaits it gets it
-            error = failed
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, value, error)
+            hear(failed)
 
     threading.Thread(target=run, name="ranks", daemon=True).start()
-    return found
-
-
-AnyUpdate = Update | ShardedUpdate
 
 
 def update_of(
     version: int, source: Source, digest: str, in_flight: InFlight, deltas: SentWeights, base: int | None
-) -> AnyUpdate:
+) -> Update:
     """Return an update from a source of any kind. Raises `InvalidField`."""
-    if not isinstance(source, ShardedTensors):
-        return Update(version, source, digest, in_flight, deltas, base)
-    if base is not None:
-        raise InvalidField("base", base, "sharded tensors are sent whole: leave it out")
-    deltas.forget()
-    return ShardedUpdate(version, source, digest, in_flight)
+    if isinstance(source, ShardedTensors):
+        return ShardedUpdate(version, source, digest, in_flight, deltas, base)
+    return Update(version, source, digest, in_flight, deltas, base)

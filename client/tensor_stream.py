@@ -13,7 +13,7 @@ import bisect
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -82,35 +82,32 @@ class TensorStream:
         self._starts = [len(self.head) + start for start in ends[:-1]]
         self._last: tuple[int, Bytes] = (-1, self.head)
         self.size = len(self.head) + ends[-1]
-        self._owners = [owners.get(entry.name, 0) for entry in entries]
+        self.owners = {entry.name: owners.get(entry.name, 0) for entry in entries}
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return what each rank sends: rank, first byte, and the one behind the last; by first byte."""
         found: list[tuple[int, int, int]] = []
-        for owner, start, entry in zip(self._owners, self._starts, self.entries, strict=True):
-            begin = 0
+        for start, entry in zip(self._starts, self.entries, strict=True):
+            owner, begin = self.owners[entry.name], 0
             if found and (begin := start) and found[-1][0] == owner:
                 begin = found.pop()[1]
             found.append((owner, begin, start + entry.size))
         return [each for each in found if each[1] < each[2]]
 
     def digest(self) -> str:
-        """Return the digest (32 hex characters) of all tensors; reads every byte."""
-        return self.digest_by(self.each(hash_of))
+        """Return the digest (32 hex characters) of all tensors, which are all here; reads every byte."""
+        return digest_of(self.each(hash_of))
 
-    @property
-    def names(self) -> list[str]:
-        """The tensors' names, in their order here."""
-        return [entry.name for entry in self.entries]
+    def own(self, rank: int = 0) -> list[Entry]:
+        """Return a rank's tensors, in their order here."""
+        return [entry for entry in self.entries if self.owners[entry.name] == rank]
 
-    def digest_by(self, hashes: Iterable[bytes]) -> str:
-        """Return the digest by the tensors' hashes, in their order here."""
-        return digest_of(dict(zip(self.names, hashes, strict=True)))
-
-    def each(self, work: Callable[[Entry, Bytes], T]) -> list[T]:
-        """Return what `work` returns for each tensor and its bytes, in their order here; in threads."""
+    def each(self, work: Callable[[Entry, Bytes], T], rank: int = 0) -> dict[str, T]:
+        """Return by name what `work` returns for each tensor of a rank and its bytes; in threads."""
+        own = self.own(rank)
         with ThreadPoolExecutor() as pool:  # hashlib and numpy release the GIL
-            return list(pool.map(lambda entry: work(entry, bytes_of(entry.tensor)), self.entries))
+            found = pool.map(lambda entry: work(entry, bytes_of(entry.tensor)), own)
+            return dict(zip((entry.name for entry in own), found, strict=True))
 
     def read(self, offset: int, length: int) -> Bytes:
         """Return bytes [offset, offset + length): a view where they are of one tensor on the CPU."""

@@ -1,6 +1,6 @@
 """One rank of a trainer that shards its tensors: `python sharded_trainer.py FOLDER RANK RANKS ENDPOINT`.
 
-Prints the digest and the version that each update made live.
+Prints the digest and the version that each update made live, and whether a delta was sent.
 """
 
 import asyncio
@@ -13,14 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from seer.client import RolloutClient, ShardedTensors, TorchRanks
 
-SHAPES = {"a.weight": (7, 6), "b.weight": (1, 5), "c.weight": (64, 3), "d.bias": (9,), "e.scale": ()}
+SHAPES = {"a.weight": (7, 6), "b.weight": (1, 5), "c.weight": (640, 30), "d.bias": (9,), "e.scale": ()}
 
 
 def whole(version: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version, as one rank would have them."""
-    generator = torch.Generator().manual_seed(version)
+    """Return the tensors of a version, as one rank would have them. They differ little."""
+    generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    tensors["d.bias"] = tensors["d.bias"].to(torch.bfloat16)
+    tensors["d.bias"] = tensors["d.bias"].to(torch.bfloat16) * version
+    tensors["c.weight"][::100] += version
     return tensors
 
 
@@ -41,7 +42,7 @@ async def main(endpoint: str) -> None:
         for version in (1, 2):
             shards = ShardedTensors(sharded(version), TorchRanks() if version == 1 else None)
             live = await client.update_weights(version, shards, timeout_seconds=60)
-            print(live.version, live.digest, client.weight_version, flush=True)
+            print(live.version, live.digest, client.weight_version, not client.deltas.last.why, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ from chaos.plan import Fault, Plan
 from chaos.plan import draw as drawn
 from chaos.values import with_values
 from chaos.world import World
-from seer.client import image_uploads
-from seer.client import weight_update as client_weights
+from seer.client import image_uploads, upload
 from seer.common import wire
 from seer.common.blobs import on_this_machine
 from seer.common.config import BufferConfig
@@ -307,7 +306,7 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(engine_server, "FLUSH_SECONDS", 0.2),
             mock.patch.object(dgds_server, "TTL_SECONDS", 20.0),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
-            mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(upload, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(wire, "IMAGE_PART_BYTES", PART_BYTES),
             mock.patch.object(image_uploads, "IMAGE_PART_BYTES", PART_BYTES),
             mock.patch.object(image_server, "MAX_IMAGE_BYTES", LARGEST_BYTES),

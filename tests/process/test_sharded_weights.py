@@ -39,7 +39,8 @@ async def test_two_ranks_send_their_shards_and_both_hear_of_the_outcome(tmp_path
         ended = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], ended
         expected = "".join(
-            f"{version} {TensorStream(whole(version)).digest()} {version}\n" for version in (1, 2)
+            f"{version} {TensorStream(whole(version)).digest()} {version} {version > 1}\n"
+            for version in (1, 2)
         )
         assert [out for out, _ in ended] == [expected, expected]
         async with RolloutClient(system.endpoint) as client:

@@ -5,9 +5,11 @@ import threading
 
 import numpy as np
 import pytest
+from made_up_ranks import MadeUpRanks, on_each
 from virtual_time import VIRTUAL, eventually
 
-from seer.client import SentWeights, SharedTensors, WeightsRefused
+from seer.client import SentWeights, ShardedTensors, SharedTensors, WeightsRefused
+from seer.client.sharded_update import ShardedUpdate
 from seer.client.weight_update import Update, new_call_id
 from seer.common import wire
 
@@ -112,7 +114,7 @@ async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_be
 
 
 async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_its_update(monkeypatch):
-    monkeypatch.setattr("seer.client.weight_update.SPOOL_WINDOW", 2)
+    monkeypatch.setattr("seer.client.upload.SPOOL_WINDOW", 2)
     buffer = Buffer(TENSORS)
     buffer.confirms = False
 
@@ -143,10 +145,10 @@ async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch)
     """Else it could note its tensors as what was sent, after the next update has noted its own."""
     begun, go_on, plan = threading.Event(), threading.Event(), SentWeights.plan
 
-    def slow(self, stream, base):
+    def slow(self, *args):
         begun.set()
         go_on.wait(10)
-        return plan(self, stream, base)
+        return plan(self, *args)
 
     monkeypatch.setattr(SentWeights, "plan", slow)
     deltas = SentWeights()
@@ -181,3 +183,37 @@ async def test_what_an_update_in_place_offers_is_freed_though_it_is_cancelled_me
     threading.Timer(0.2, go_on.set).start()
     await asyncio.wait([task])
     assert (task.cancelled(), calls) == (True, ["offer", "end"])
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("cancelled", [0, 1])
+async def test_a_rank_whose_update_is_cancelled_makes_all_collective_calls_of_it(cancelled):
+    """Else its next ones would meet what the other one makes of this update."""
+    ranks, sent = MadeUpRanks.all_of(2), []
+    for rank in ranks:
+        rank.turn = threading.RLock()
+    shards = on_each(ranks, lambda rank: ShardedTensors(TENSORS, rank))
+    updates = [ShardedUpdate(1, shard, "", "finish") for shard in shards]
+
+    async def send(message):
+        sent.append(message)
+
+    task = asyncio.create_task(updates[cancelled].run(send))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait([task])
+    other = updates[1 - cancelled]
+    task = asyncio.create_task(other.run(send))
+    if cancelled:
+        async with asyncio.timeout(10):
+            while other.request not in sent:
+                await asyncio.sleep(0.01)
+        other.answer(wire.WeightsFailed(version=1, reasons={"e0": "no"}, call_id=other.request.call_id))
+    with pytest.raises(WeightsRefused, match="no" if cancelled else "the first rank ended"):
+        await task
+
+    def next_one(rank):
+        with rank.turn:
+            return rank.gather(rank.rank)
+
+    assert await asyncio.to_thread(on_each, ranks, next_one) == [[0, 1]] * 2

@@ -1,4 +1,7 @@
-"""Tensors that ranks send side by side: one stream, one digest, and each byte from one rank."""
+"""Tensors that ranks send side by side: one stream, one digest, and each byte from one rank; so with deltas."""
+
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,27 +10,41 @@ from hypothesis import strategies as st
 from made_up_ranks import MadeUpRanks, on_each
 from safetensors.numpy import load
 
-from seer.client import InvalidField, ShardedTensors
+from seer.client import InvalidField, SentWeights, ShardedTensors, sent_weights
 from seer.client.sharded_tensors import shared_out
 from seer.client.tensor_stream import TensorStream
+from seer.common.weights.delta import apply
 
 TYPES = ("float64", "float32", "float16", "uint8")
 
 
-def stream_of(shards):
-    """Return the stream's bytes, each range from the rank that sends it."""
-    data = np.zeros(shards[0].stream.size, np.uint8)
+def stream_of(streams):
+    """Return a stream's bytes, each range from the rank that sends it."""
+    data = np.zeros(streams[0].size, np.uint8)
     end = 0
-    for rank, start, stop in shards[0].stream.ranges():
+    for rank, start, stop in streams[0].ranges():
         assert start == end < stop
-        data[start:stop] = shards[rank].stream.read(start, stop - start)
+        data[start:stop] = streams[rank].read(start, stop - start)
         end = stop
-    assert end == shards[0].stream.size
+    assert end == streams[0].size
+    assert all(each.ranges() == streams[0].ranges() for each in streams)
     return data.tobytes()
 
 
 def sharded(tensors, size):
     return on_each(MadeUpRanks.all_of(size), lambda rank: ShardedTensors(tensors, rank))
+
+
+def plans(tensors, kept, base=None):
+    """Return each rank's plan to send tensors, `kept` by rank."""
+    shards = sharded(tensors, len(kept))
+    return on_each(shards, lambda each: kept[each.rank].plan(each.stream, base, each))
+
+
+def send(tensors, kept, version=1):
+    """Make tensors what the ranks sent last."""
+    for each, plan in zip(kept, plans(tensors, kept, version - 1), strict=True):
+        each.live(plan, f"v{version}", version, whole=False)
 
 
 @given(
@@ -45,10 +62,8 @@ def test_ranks_send_what_one_would(described, size):
     tensors["tied"] = tensors["t0"]
     shards = sharded(tensors, size)
     plain = TensorStream(tensors)
-    assert {each.digest for each in shards} == {plain.digest()}
-    assert {each.token for each in shards} == {shards[0].token}
-    assert all(each.stream.ranges() == shards[0].stream.ranges() for each in shards)
-    found = load(stream_of(shards))
+    assert {each.digest for each in plans(tensors, [SentWeights() for _ in shards])} == {plain.digest()}
+    found = load(stream_of([each.stream for each in shards]))
     assert found.keys() == {each.name for each in plain.entries}
     assert all(np.array_equal(found[name], tensors[name]) for name in found)
     assert [entry.tensor.dtype.itemsize for entry in shards[0].stream.entries] == sorted(
@@ -93,8 +108,8 @@ def test_if_a_rank_cannot_read_its_tensors_all_ranks_say_so(monkeypatch):
             raise MemoryError
         return b""
 
-    monkeypatch.setattr("seer.client.sharded_tensors.hash_of", failing)
-    found = sharded({"w": np.zeros(3, "f4"), "x": np.zeros(2, "f4")}, 3)
+    monkeypatch.setattr("seer.client.sent_weights.hash_of", failing)
+    found = plans({"w": np.zeros(3, "f4"), "x": np.zeros(2, "f4")}, [SentWeights() for _ in range(3)])
     assert all(isinstance(each, InvalidField) and "rank 1" in str(each) for each in found), found
 
 
@@ -102,3 +117,103 @@ def test_a_rank_s_own_tensors_are_copied_once_and_not_for_each_part_of_them():
     for rank in sharded({"w": np.zeros((4, 6), "f4").T, "x": np.zeros((3, 5), "f2")[:, ::2]}, 2):
         for entry in rank.stream.entries:
             assert not isinstance(entry.tensor, np.ndarray) or entry.tensor.flags.c_contiguous
+
+
+@st.composite
+def versions(draw):
+    """Return two versions of tensors, of which none, few, many or all elements differ."""
+    old, new, rng = {}, {}, np.random.default_rng(draw(st.integers(0, 99)))
+    for number in range(draw(st.integers(1, 6))):
+        before = rng.integers(0, 100, draw(st.sampled_from([0, 1, 9, 3000]))).astype(
+            draw(st.sampled_from(TYPES))
+        )
+        at = rng.random(len(before)) < draw(st.sampled_from([0.0, 0.01, 1.0]))
+        old[f"t{number}"], new[f"t{number}"] = before, np.where(at, before + 1, before).astype(before.dtype)
+    return old, new
+
+
+@given(versions(), st.integers(1, 4))
+def test_ranks_send_what_differs(pair, size):
+    old, new = pair
+    kept, alone, plain = [SentWeights() for _ in range(size)], SentWeights(), TensorStream(new)
+    send(old, kept)
+    alone.live(alone.plan(TensorStream(old), None), "v1", 1, whole=True)
+    found, expected = plans(new, kept, 1), alone.plan(plain, 1)
+    assert {each.digest for each in found} == {plain.digest()}
+    assert abs(found[0].delta.size - expected.delta.size) < 200, "but for the header, which has another order"
+    with tempfile.TemporaryDirectory() as folder:
+        base, delta, result = (Path(folder) / name for name in ("base", "delta", "result"))
+        base.write_bytes(stream_of([each.stream for each in sharded(old, size)]))
+        delta.write_bytes(stream_of([each.delta for each in found]))
+        result.touch()
+        apply(base, delta, result, "v1")
+        assert result.read_bytes() == stream_of([each.stream for each in sharded(new, size)])
+    for each, plan in zip(kept, found, strict=True):
+        each.live(plan, "v2", 2, whole=False)
+    assert len({each.last for each in kept}) == 1
+    again = plans(new, kept, 2)
+    assert ({each.digest for each in again}, [each.found for each in again]) == (
+        {plain.digest()},
+        [{}] * size,
+    )
+    pays = {(each.delta is None, each.why) for each in plans(old, kept)}
+    assert len(pays) == 1, "or ranks would not send one stream"
+
+
+GIVEN = {name: np.zeros(1000, "f4") for name in "abc"}
+
+
+def forget(kept):
+    kept[1].forget()
+
+
+def send_another(kept):
+    alone = [SentWeights()]
+    send(GIVEN | {"d": GIVEN["a"]}, alone)
+    kept[1]._sent = alone[0]._sent
+
+
+def switch_off(kept):
+    kept[1]._enabled = False
+
+
+def rest(kept):
+    kept[1]._sent, kept[1]._rest = None, 3
+
+
+def lag(kept):
+    kept[1]._sent.name = "v0"
+
+
+@pytest.mark.parametrize(
+    ("on_one", "why"),
+    [
+        (forget, "no earlier tensors"), (send_another, "ranks of tensors changed"), (lag, "not all ranks sent"),
+        (switch_off, "switched off"), (rest, "did not pay"),
+    ],
+)  # fmt: skip
+def test_if_one_rank_cannot_compare_all_ranks_send_all(on_one, why):
+    kept = [SentWeights() for _ in range(3)]
+    send(GIVEN, kept)
+    on_one(kept)
+    found = plans(GIVEN, kept)
+    assert all(why in each.why and each.delta is None for each in found), found
+    assert len({each.why for each in found}) == len({each.keep for each in found}) == 1
+
+
+def test_a_machine_without_room_for_the_copies_of_all_its_ranks_has_none(monkeypatch):
+    for free, keep in ((2 * 12000, True), (2 * 12000 - 1, False)):
+        monkeypatch.setattr(sent_weights, "free_bytes", lambda free=free: free)
+        found = plans(GIVEN, [SentWeights() for _ in range(3)])
+        assert [(each.keep, each.kept is not None) for each in found] == [(keep, keep)] * 3
+        assert all(("too little memory" in each.why) is not keep for each in found)
+
+
+def test_what_fails_midway_is_not_kept(monkeypatch):
+    kept = [SentWeights()]
+    send(GIVEN, kept)
+    [plan] = plans({name: each + 1 for name, each in GIVEN.items()}, kept, 1)
+    monkeypatch.setattr(sent_weights, "_renew", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kept[0].live(plan, "v2", 2, whole=False)
+    assert "no earlier" in plans(GIVEN, kept, 1)[0].why

@@ -392,7 +392,8 @@ WRONG_PARTS = {
     "of another size": opening(1, 100, whole=400),
     "empty": opening(1, 100, 0),
     "of a part": opening(1, 100, name="v1-a.part0"),
-    "of a delta": opening(1, 100, name="v1-a.delta"),
+    "of a part of a delta": opening(1, 100, name="v1-a.delta.part0"),
+    "of a delta to nothing": opening(1, 100, name="v1-a.delta"),
     "of nothing": wire.OpenSpool(name="v1-b", size=100, whole_size=300),
     "of no name": wire.OpenSpool(name=".part1", size=100, whole_size=300),
 }
@@ -443,4 +444,53 @@ async def test_parts_count_as_one_stream(tmp_path):
     for number in range(40):
         assert not (await world.put(opening(number, number, 1))).problem
     assert not (await world.put(wire.OpenSpool(name="v2-a", size=100))).problem
+    await world.stop()
+
+
+HALVES = [(1, BETWEEN[-8:], len(BETWEEN) - 8), (0, BETWEEN[:-8], 0)]
+
+
+async def send_half(world, half):
+    number, data, start = HALVES[half]
+    state = await world.put(opening(number, start, len(data), len(BETWEEN), name="v2-a.delta"))
+    if not state.problem:
+        name = f"v2-a.delta.part{number}"
+        await world.put(wire.SpoolData(name=name, offset=0, checksum=checksum(data), data=data))
+    return state
+
+
+async def test_a_delta_that_comes_in_parts_is_applied_once_all_are_there(tmp_path):
+    world = World(tmp_path)
+    await send(world, "v1-a", BEFORE)
+    assert "cannot be applied" in (await send_half(world, 0)).problem, "there is nothing that it is to"
+    await world.put(wire.OpenSpool(name="v2-a", size=len(AFTER), base="v1-a"))
+    stream = world.spool._streams["v2-a"]
+    await asyncio.sleep(wire.SPOOL_STALL_SECONDS)
+    assert not (await send_half(world, 0)).problem
+    assert stream.grew_at >= wire.SPOOL_STALL_SECONDS, "or it would count as stalled"
+    assert (stream.have, stream.making) == (0, None)
+    await send_half(world, 1)
+    await eventually(lambda: world.said[-1][1].have == len(AFTER))
+    answer = await world.put(wire.ReadSpool(name="v2-a", offset=0), b"engine")
+    assert answer.data.tobytes() == AFTER.tobytes()
+    assert (await world.put(opening(0, 0, 9, len(AFTER), name="v2-a"))).have == 9, "a late rank sends nothing"
+    world.spool.name("spool:v2-a")
+    world.spool.remove_unneeded(set())
+    assert (await send_half(world, 0)).problem
+    assert not world.spool._streams
+    await world.stop()
+
+
+async def test_once_a_rank_sends_all_no_part_of_the_delta_is_taken(tmp_path):
+    world = World(tmp_path)
+    await send(world, "v1-a", BEFORE)
+    await world.put(wire.OpenSpool(name="v2-a", size=len(AFTER), base="v1-a"))
+    assert "a delta to it" in (await world.put(opening(0, 0, 9, len(AFTER), name="v2-a"))).problem
+    await send_half(world, 0)
+    await world.put(wire.OpenSpool(name="v2-a", size=len(AFTER)))
+    assert not (await world.put(opening(0, 0, len(AFTER), len(AFTER), name="v2-a"))).problem
+    for half in (0, 1):
+        assert "the whole stream" in (await send_half(world, half)).problem
+    data = wire.SpoolData(name="v2-a.part0", offset=0, checksum=checksum(AFTER), data=AFTER)
+    assert (await world.put(data)).have == len(AFTER)
     await world.stop()

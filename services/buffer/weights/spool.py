@@ -14,7 +14,7 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 - one task handles everything in turn, so no stream is removed while a part of it is written;
 - an error of the disk removes that one stream, its peers get the error, and the spool goes on;
 - a stream that is sent in parts, by several ranks of a trainer, has each byte from one part; its first bytes
-  are there once the parts that have them are; it and its parts are removed together;
+  are there once the parts that have them are; it and its parts are removed together. So with a delta's parts;
 - a stream with a base is made from that and a delta (`spool_delta.py`), with the bytes that it would have if
   it were sent; if that fails, its trainer is asked for all bytes. The base stays until it is made;
 - a new stream overwrites the file of a removed one, as allocating new pages costs more than everything else
@@ -101,7 +101,7 @@ class _Stream(Blob):
             raise ValueError(f"is no part of {self.size} bytes: it has {start} to {end}")
         if beside or len(self.parts) >= _MAX_PARTS_OF_STREAM:
             raise ValueError(f"cannot be a part of {self.name} beside {[each.name for each in beside][:4]}")
-        if not self.parts and (self.base or 0 < self.have < self.size):
+        if not self.parts and self.have < self.size and (self.base or self.have):
             raise ValueError(f"cannot be a part: {self.name} is sent as a whole, or a delta to it")
         part = _Part(message.name, self, message, now)
         self.parts.append(part)
@@ -240,9 +240,9 @@ class Spool:
             _log.warning("a removed stream's file stays on disk", stream=stream.name, error=str(error))
 
     def _whole(self, stream: _Stream) -> _Stream:
-        """Return the stream that a delta or a part is for; of others, the stream itself."""
+        """Return the stream that a delta or a part, also of a delta, is for; of others, the stream itself."""
         if isinstance(stream, _Part):
-            return stream.whole
+            stream = stream.whole
         return self._streams.get(stream.name.removesuffix(DELTA), stream)
 
     def _note_removed(self, name: str, problem: str) -> None:
@@ -311,8 +311,8 @@ class Spool:
 
     async def _begin_part(self, message: wire.OpenSpool, trainer: str) -> _Stream:
         name = message.name.rpartition(wire.SPOOL_PART)[0]
-        if name.endswith(DELTA) or wire.SPOOL_PART in name:
-            raise ValueError("is a part of what has no parts: give one of a whole stream")
+        if wire.SPOOL_PART in name:
+            raise ValueError("is a part of a part: give one of a stream")
         whole = self._streams.get(name) or await self._begin(name, message.whole_size, trainer)
         part = self._streams[message.name] = whole.begin_part(message, self._clock.now())
         return part
@@ -362,8 +362,9 @@ class Spool:
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
         await reply(address, stream.state(resend=not valid))
-        if stream.name == whole.name + DELTA and stream.have == stream.size:
-            self._make(whole, stream, reply, address)
+        sent = stream.whole if isinstance(stream, _Part) else stream
+        if sent is not whole and sent.have == sent.size:
+            self._make(whole, sent, reply, address)
 
     # --- streams made from deltas --------------------------------------------------------
 
