@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -38,8 +39,10 @@ class Ranks(Protocol):
 
     rank: int
     size: int
-    turn: AbstractContextManager[object]
-    """Held by a thread while it makes calls that belong together, so all ranks have one order."""
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        """Held by a thread while it makes calls that belong together, so all ranks have one order."""
 
     def gather(self, own: object) -> list[Any]:
         """Return what each rank gives, by rank."""
@@ -92,15 +95,16 @@ class ShardedTensors:
     """A model's tensors, as in `model.state_dict()`, sharded (DTensors) or the same on all ranks.
 
     Every rank makes one, with the same names, and gives it to `update_weights` of a client of its own.
-    `ranks`: torch.distributed's default group, or `TorchRanks(group)`. Blocks. Raises `InvalidField` on all
-    ranks if one has tensors that cannot be sent.
+    `ranks`: torch.distributed's default group, or `TorchRanks(group)`. `divided`: each rank gives others of
+    the model's tensors, whole, as stages of a pipeline have them; what several give is sent by the first.
+    Blocks. Raises `InvalidField` on all ranks if one has tensors that cannot be sent.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], ranks: Ranks | None = None, *, divided: bool = False
+    ) -> None:
         self.ranks = ranks or TorchRanks()
-        names, owners = self._agree(tensors)
-        entries = [self._entry(name, tensors[name], owners[name]) for name in names]
-        self.on_all(lambda: _raise_first(entries))
+        entries, owners = self._collected(tensors) if divided else self._put_together(tensors)
         self.stream = TensorStream(entries, owners=owners)
 
     @property
@@ -109,17 +113,35 @@ class ShardedTensors:
         return self.ranks.rank
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
-        """Return what `work` returns on each rank. If it raises on one, all ranks raise `InvalidField`."""
-        problem, own = "", None
-        try:
-            own = work()
-        except Exception as error:  # noqa: BLE001 - a rank that raised alone would leave the others waiting
-            problem = str(error) or repr(error)
-        found = self.ranks.gather((problem, own))
-        for rank, (why, _) in enumerate(found):
-            if why:
-                raise InvalidField("source", f"tensors of rank {rank}", why)
-        return [each for _, each in found]
+        """See `on_all`."""
+        return on_all(self.ranks, work)
+
+    def _collected(self, tensors: Mapping[str, Tensor]) -> tuple[list[Entry], dict[str, int]]:
+        """Return all tensors as they are sent, and which rank sends each: one that gives it."""
+        mine: dict[str, Entry] = {}
+
+        def own() -> list[Entry]:
+            for each in entries_of(tensors) if tensors else ():
+                mine[each.name] = replace(each, tensor=_sendable(each.tensor))
+            return [replace(each, tensor=_Elsewhere(each.tensor.dtype)) for each in mine.values()]
+
+        owners: dict[str, int] = {}
+        entries: list[Entry] = []
+        for rank, given in enumerate(self.on_all(own)):
+            for each in given:
+                if each.name not in owners:
+                    owners[each.name] = rank
+                    entries.append(mine[each.name] if rank == self.rank else each)
+        if not entries:
+            raise InvalidField("source", {}, "give at least one tensor, by name, on some rank")
+        return entries, owners
+
+    def _put_together(self, tensors: Mapping[str, Tensor]) -> tuple[list[Entry], dict[str, int]]:
+        """Return all tensors as they are sent, and which rank sends each: about as many bytes."""
+        names, owners = self._agree(tensors)
+        entries = [self._entry(name, tensors[name], owners[name]) for name in names]
+        self.on_all(lambda: _raise_first(entries))
+        return entries, owners
 
     def _agree(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, int]]:
         """Find out which tensors are sent, and which rank sends each."""
@@ -147,16 +169,33 @@ class ShardedTensors:
         if owner != self.ranks.rank:
             return Entry(name, dtype, shape, size, _Elsewhere(whole.dtype))
         try:
-            # As it is sent: it is read once for each message, which could be a copy of all of it.
-            if hasattr(whole, "detach"):
-                whole = whole.detach().cpu().contiguous()
-            else:
-                whole = np.asarray(whole, order="C")
+            whole = _sendable(whole)
             if tuple(whole.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {shape}")
         except Exception as error:  # noqa: BLE001 - the other ranks wait in the next collective call
             whole = error
         return Entry(name, dtype, shape, size, whole)
+
+
+def on_all(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Return what `work` returns on each rank. If it raises on one, all ranks raise `InvalidField`."""
+    problem, own = "", None
+    try:
+        own = work()
+    except Exception as error:  # noqa: BLE001 - a rank that raised alone would leave the others waiting
+        problem = str(error) or repr(error)
+    found = ranks.gather((problem, own))
+    for rank, (why, _) in enumerate(found):
+        if why:
+            raise InvalidField("source", f"tensors of rank {rank}", why)
+    return [each for _, each in found]
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is sent: it is read once for each message, which could be a copy of all of it."""
+    if hasattr(tensor, "detach"):
+        return tensor.detach().cpu().contiguous()
+    return np.asarray(tensor, order="C")
 
 
 def _raise_first(entries: list[Entry]) -> None:

@@ -81,7 +81,7 @@ NEED_EXTRA = {
     "seer.integrations.skyrl.client": "skyrl",
     "seer.integrations.skyrl.generator": "skyrl",
     "seer.integrations.skyrl.main": "ray",
-    "seer.integrations.skyrl.weights": "torch",
+    "seer.integrations.skyrl.weights": "skyrl",
     "seer.integrations.slime": "slime",
     "seer.integrations.slime.rollout": "slime",
     "seer.integrations.slime.settings": "slime",

@@ -1,7 +1,9 @@
 """A model's weights come out as its checkpoint has them, however the trainer holds them."""
 
+import asyncio
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 import vision_models
+from made_up_ranks import MadeUpRanks, on_each
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -20,8 +23,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from seer.client import SentWeights
 from seer.client.tensor_stream import TensorStream
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, Unreachable
+from seer.integrations import checkpoint_names
 from seer.integrations.checkpoint_names import CheckpointCopy, checkpoint_tensors
 from seer.services.engine.weights.manifest import read_manifest
 
@@ -104,8 +109,10 @@ def test_a_folder_that_is_no_plain_checkpoint_is_refused(tmp_path):
         checkpoint_tensors(model, model.state_dict(), tmp_path / "model")
 
 
-def copy_of(model: PreTrainedModel, folder: Path, *, tied: bool = False) -> CheckpointCopy:
-    copy = CheckpointCopy(folder, "trainer.model", tied=tied)
+def copy_of(
+    model: PreTrainedModel, folder: Path, *, tied: bool = False, ranks: MadeUpRanks | None = None
+) -> CheckpointCopy:
+    copy = CheckpointCopy(folder, "trainer.model", tied=tied, ranks=ranks)
     for name, tensor in model.state_dict().items():
         copy.add(name, tensor.double())
     return copy
@@ -127,6 +134,54 @@ def test_tensors_that_come_under_names_in_memory_are_those_of_the_checkpoint(tmp
     assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
 
 
+@pytest.mark.parametrize("family", ["qwen", *vision_models.FAMILIES])
+def test_ranks_to_which_all_comes_copy_and_send_a_share_each(tmp_path, family):
+    if family == "qwen":
+        model = qwen(tmp_path, tied=True)
+    else:
+        vision_models.make(family, tmp_path)
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    copies = on_each(
+        MadeUpRanks.all_of(3), lambda rank: copy_of(model, tmp_path, tied=family == "qwen", ranks=rank)
+    )
+    shards = on_each(copies, CheckpointCopy.source)
+    [digest] = set(on_each(shards, lambda each: SentWeights().plan(each.stream, None, each).digest))
+    assert digest == read_manifest(tmp_path).digest
+    own = [sum(entry.size for entry in each.stream.own(rank)) for rank, each in enumerate(shards)]
+    assert sum(own) == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
+    assert max(own) < 0.6 * sum(own) or family != "qwen"
+
+    copies[1].add("added.weight", torch.zeros(1))  # to one rank, which has no more names than its share
+    assert not any(isinstance(each, Exception) for each in on_each(copies, CheckpointCopy.source))
+    copies[0].add("added.weight", torch.zeros(1))
+    found = on_each(copies, CheckpointCopy.source)
+    assert all("lacks a tensor added.weight" in str(each) for each in found), found
+
+
+async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch):
+    class Client:
+        def __init__(self, endpoint, deltas):
+            self.endpoint = endpoint
+
+        async def __aenter__(self):
+            if self.endpoint == "cut off":
+                raise Unreachable("there is no buffer")
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        async def status(self):
+            return SimpleNamespace(weight_version=3)
+
+    monkeypatch.setattr(checkpoint_names, "RolloutClient", Client)
+    model = qwen(tmp_path)
+    copies = on_each(MadeUpRanks.all_of(2), lambda rank: copy_of(model, tmp_path, ranks=rank))
+    sent = [copy.send(endpoint) for copy, endpoint in zip(copies, ("here", "cut off"), strict=True)]
+    found = await asyncio.gather(*sent, return_exceptions=True)
+    assert all(isinstance(each, Unreachable) and "rank 1 cannot update" in str(each) for each in found), found
+
+
 def test_fused_experts_that_come_one_by_one_are_taken_apart(tmp_path):
     model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
     model.save_pretrained(tmp_path)
@@ -137,10 +192,10 @@ def test_tensors_that_only_one_side_has_are_named_at_the_end(tmp_path):
     model = qwen(tmp_path)
     lacking = CheckpointCopy(tmp_path, "trainer.model", tied=False)
     with pytest.raises(InvalidField, match=r"trainer.model.*has a tensor lm_head.weight"):
-        lacking.tensors()
+        lacking.source()
     copy = copy_of(model, tmp_path)
     copy.add("added.weight", torch.zeros(1))
     with pytest.raises(InvalidField, match=r"trainer.model.*lacks a tensor added.weight"):
-        copy.tensors()
+        copy.source()
     with pytest.raises(InvalidField, match=r"trainer.model"):
         CheckpointCopy(tmp_path / "none", "trainer.model", tied=False)

@@ -71,6 +71,26 @@ def test_ranks_send_what_one_would(described, size):
     ), "tensors are aligned"
 
 
+@given(st.lists(st.sampled_from(["0", "1", "2", "01", "012", ""]), min_size=1, max_size=8), st.integers(0, 9))
+def test_ranks_that_have_some_tensors_each_send_those_and_each_tensor_once(places, seed):
+    """Rank 1 of three may have none; what several have is equal, or the first one's counts."""
+    rng = np.random.default_rng(seed)
+    own = [{}, {}, {}]
+    for number, ranks in enumerate(places):
+        for rank in map(int, ranks):
+            own[rank][f"t{number}"] = rng.integers(0, 100, 3).astype(TYPES[number % 4])
+    whole = own[2] | own[1] | own[0]
+    shards = on_each(MadeUpRanks.all_of(3), lambda rank: ShardedTensors(own[rank.rank], rank, divided=True))
+    if not whole:
+        assert all(isinstance(each, InvalidField) for each in shards), shards
+        return
+    found = load(stream_of([each.stream for each in shards]))
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[name], whole[name]) for name in found)
+    planned = on_each(shards, lambda each: SentWeights().plan(each.stream, None, each).digest)
+    assert set(planned) == {TensorStream(whole).digest()}
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 6))
 def test_ranks_send_about_as_much(sizes, ranks):
     owners = shared_out({str(number): size for number, size in enumerate(sizes)}, ranks)
@@ -100,6 +120,12 @@ def test_if_a_rank_has_other_tensors_all_ranks_say_so(wrong):
     )
     assert all(isinstance(each, InvalidField) for each in found), found
     assert all("rank 1" in str(each) for each in found)
+    if wrong == "no tensor":
+        found = on_each(
+            MadeUpRanks.all_of(2),
+            lambda rank: ShardedTensors(WRONG[wrong] if rank.rank == 1 else right, rank, divided=True),
+        )
+        assert all(isinstance(each, InvalidField) and "rank 1" in str(each) for each in found), found
 
 
 def test_if_a_rank_cannot_read_its_tensors_all_ranks_say_so(monkeypatch):

@@ -7,14 +7,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from seer.client import RolloutClient, SentWeights
-from seer.common.errors import InvalidField, WeightsRefused
+from seer.client import RolloutClient, SentWeights, ShardedTensors, TorchRanks
+from seer.client.sharded_tensors import Ranks, on_all, shared_out
+from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -43,7 +48,7 @@ def checkpoint_tensors(
     unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     for name in sorted(known.keys() - types.keys() - unsaved):
         raise InvalidField("model", str(folder), f"lacks a tensor {name}, which the trainer's has; {fix}")
-    tensors = {name: known[name].to(dtype) for name, dtype in types.items()}
+    tensors = {name: known[name].to(stored.dtype) for name, stored in types.items()}
     # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
     return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
 
@@ -52,22 +57,28 @@ class CheckpointCopy:
     """A copy in host memory of what a trainer hands out tensor by tensor, with `folder`'s names and types.
 
     `field` is the trainer's setting that names the folder; `tied`: the embedding is the output layer, too.
-    Raises `InvalidField` when there is no checkpoint in `folder`.
+    With `ranks` to which the same is handed out, each copies and sends its share, and calls `send`; the first
+    one copies all tensors that have other names than in the checkpoint. Raises `InvalidField` when there is
+    no checkpoint in `folder`.
     """
 
-    def __init__(self, folder: Path, field: str, *, tied: bool) -> None:
+    def __init__(self, folder: Path, field: str, *, tied: bool, ranks: Ranks | None = None) -> None:
         self._folder = folder
         self._field = field
         self._types = checkpoint_types(folder, field)
         self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
+        self._ranks = ranks
+        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        owners = shared_out({name: each.bytes for name, each in self._types.items()}, size)
+        self._own = {name for name, owner in owners.items() if owner == rank}
         self._found: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor. One that the checkpoint lacks is an error later: handing out is collective."""
-        if name in self._types:
-            self._found[name] = tensor.detach().to("cpu", self._types[name], copy=True)
-        elif name not in self._ignored:
+        if name in self._own:
+            self._found[name] = tensor.detach().to("cpu", self._types[name].dtype, copy=True)
+        elif name not in self._types and name not in self._ignored and not (self._ranks and self._ranks.rank):
             self._others[name] = tensor.detach().to("cpu", copy=True)
 
     async def send(self, endpoint: str) -> int:
@@ -75,29 +86,59 @@ class CheckpointCopy:
 
         Raises `InvalidField`, `Unreachable`.
         """
-        tensors = self.tensors()
+        source = await asyncio.to_thread(self.source)
         deltas = _SENT.setdefault(endpoint, SentWeights())
-        async with RolloutClient(endpoint, deltas=deltas) as client:
-            version = (await client.status()).weight_version + 1
+        async with AsyncExitStack() as stack:
+            version, problem = 0, ""
             try:
-                await client.update_weights(version, tensors)
+                client = await stack.enter_async_context(RolloutClient(endpoint, deltas=deltas))
+                version = (await client.status()).weight_version + 1
+            except SeerError as error:  # the other ranks are to hear of it
+                problem = str(error)
+            known = [(version, problem)]
+            if self._ranks is not None:
+                known = await asyncio.to_thread(self._ranks.gather, *known)
+            for rank, (_, why) in enumerate(known):
+                if why:
+                    raise Unreachable(f"rank {rank} cannot update: {why}")
+            version = max(known)[0]
+            try:
+                await client.update_weights(version, source)
             except WeightsRefused as error:
                 fix = f"start Seer with the same model; {error}"
                 raise InvalidField(self._field, str(self._folder), fix) from error
         return version
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name. Raises `InvalidField` unless they are the checkpoint's."""
-        saved = _as_saved(self._folder, self._others)
-        both = saved.keys() & self._types.keys()
-        found = self._found | {name: saved[name].to(self._types[name]) for name in both}
-        for name in sorted(self._types.keys() - found.keys()):
+    def source(self) -> dict[str, Tensor] | ShardedTensors:
+        """Return what is sent, once all ranks have called this. Raises `InvalidField`, on all ranks."""
+        tensors = self.tensors() if self._ranks is None else {}
+        if self._ranks is None:
+            self._check_whole(tensors)
+            return tensors
+        on_all(self._ranks, lambda: tensors.update(self.tensors()))
+        shards = ShardedTensors(tensors, self._ranks, divided=True)
+        self._check_whole(shards.stream.owners)
+        return shards
+
+    def _check_whole(self, names: Iterable[str]) -> None:
+        for name in sorted(self._types.keys() - set(names)):
             problem = f"has a tensor {name}, which the trainer does not send"
             raise InvalidField(self._field, str(self._folder), problem)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors, by name. Raises `InvalidField` if some are not the checkpoint's."""
+        saved = _as_saved(self._folder, self._others)
         for name in sorted(saved.keys() - self._types.keys()):
             problem = f"lacks a tensor {name}, which the trainer sends"
             raise InvalidField(self._field, str(self._folder), problem)
-        return found
+        return self._found | {name: each.to(self._types[name].dtype) for name, each in saved.items()}
+
+
+def all_ranks() -> Ranks | None:
+    """Return the trainer's ranks; None: there is one."""
+    import torch.distributed as dist
+
+    return TorchRanks() if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def _as_saved(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,24 +172,33 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def checkpoint_types(folder: Path, field: str = "model") -> dict[str, object]:
-    """Return the torch type of each tensor of a checkpoint, by name. Raises `InvalidField` for `field`."""
+class Stored(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    bytes: int
+
+
+def checkpoint_types(folder: Path, field: str = "model") -> dict[str, Stored]:
+    """Return type and size of each tensor of a checkpoint, by name. Raises `InvalidField` for `field`."""
     import torch
     from safetensors import safe_open
 
     floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    types: dict[str, object] = {}
+    types: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                dtype = opened.get_slice(name).get_dtype()
+                part = opened.get_slice(name)
+                dtype = part.get_dtype()
                 if dtype not in floats:
                     fix = (
                         f"tensor {name} is {dtype}: not a plain float; give trainer and engines a model that "
                         "is not quantized, and engines engine.vllm.quantization"
                     )
                     raise InvalidField(field, str(folder), fix)
-                types[name] = floats[dtype]
+                size = math.prod(part.get_shape()) * floats[dtype].itemsize
+                types[name] = Stored(floats[dtype], size)
     if not types:
         raise InvalidField(field, str(folder), "give the folder of safetensors that the engines load")
     return types

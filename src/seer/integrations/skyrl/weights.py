@@ -1,7 +1,7 @@
 """How SkyRL's policy workers send their weights to Seer.
 
 Invariants:
-- every rank takes part in gathering the weights, and rank 0 alone sends them;
+- every rank takes part in gathering the weights, and copies and sends its share of them;
 - names and types are those of the checkpoint in `trainer.policy.model.path`; a tensor that only SkyRL or only
   the checkpoint has is an error that names the tensor;
 - each update has a version of its own, above the live one.
@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
 from skyrl.backends.skyrl_train.weight_sync import (
     BroadcastTransferStrategy,
     WeightChunk,
@@ -23,7 +22,7 @@ from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 from transformers import AutoConfig
 
 from seer.common.errors import InvalidField
-from seer.integrations.checkpoint_names import CheckpointCopy
+from seer.integrations.checkpoint_names import CheckpointCopy, all_ranks
 
 MODEL = "trainer.policy.model.path"
 
@@ -45,18 +44,14 @@ class SeerWeightSender(WeightTransferSender):
     ) -> None:
         """Send the weights; returns when they are live. All ranks call it: `chunks` are collective.
 
-        Rank 0 holds a copy in host memory. Raises `InvalidField`, `Unreachable`.
+        Together the ranks hold one copy in host memory. Raises `InvalidField`, `Unreachable`.
         """
-        copy = None
-        if torch.distributed.get_rank() == 0:
-            tied = getattr(AutoConfig.from_pretrained(self._folder), "tie_word_embeddings", False)
-            copy = CheckpointCopy(self._folder, MODEL, tied=tied)
+        tied = getattr(AutoConfig.from_pretrained(self._folder), "tie_word_embeddings", False)
+        copy = CheckpointCopy(self._folder, MODEL, tied=tied, ranks=all_ranks())
         for chunk in chunks:
-            if copy is not None:
-                for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
-                    copy.add(name, tensor)
-        if copy is not None:
-            await copy.send(self._endpoint)
+            for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
+                copy.add(name, tensor)
+        await copy.send(self._endpoint)
 
     def teardown(self) -> None:
         """Do nothing: nothing is kept."""

@@ -1,7 +1,7 @@
 """The rollout class of veRL's actors: sends their weights to Seer.
 
 Invariants:
-- every rank takes part in gathering the weights, and rank 0 alone sends them;
+- every rank takes part in gathering the weights, and copies and sends its share of them;
 - names and types are those of the checkpoint that veRL and the engines were started with; a tensor that only
   veRL or only the checkpoint has is an error that names the tensor;
 - each update has a version of its own, above the live one; the server knows the step of each version;
@@ -19,7 +19,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from seer.common.errors import InvalidField
-from seer.integrations.checkpoint_names import CheckpointCopy
+from seer.integrations.checkpoint_names import CheckpointCopy, all_ranks
 from seer.integrations.verl.config import settings
 from seer.integrations.verl.server import find_server
 
@@ -52,22 +52,18 @@ class SeerRollout(BaseRollout):
     ) -> None:
         """Send the weights of a step; returns when they are live.
 
-        All ranks call this with the same `weights`, which are collective. Rank 0 holds a copy in host memory.
-        Raises `InvalidField`, `Unreachable`, `WeightsRefused`.
+        All ranks call this with the same `weights`, which are collective. Together they hold one copy in host
+        memory. Raises `InvalidField`, `Unreachable`, `WeightsRefused`.
         """
         if wire_format != "named_tensors":
             raise InvalidField("wire_format", wire_format, "Seer takes whole tensors: named_tensors")
         if peft_config is not None:
             fix = "Seer takes whole weights here: set actor_rollout_ref.model.lora.merge=True, or use no LoRA"
             raise InvalidField("peft_config", peft_config, fix)
-        copy = None
-        if torch.distributed.get_rank() == 0:
-            tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-            copy = CheckpointCopy(Path(self.model_config.local_path), MODEL, tied=tied)
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        copy = CheckpointCopy(Path(self.model_config.local_path), MODEL, tied=tied, ranks=all_ranks())
         async for name, tensor in ensure_async_iterator(weights):
-            if copy is not None:
-                copy.add(name, tensor)
-        if copy is not None:
-            server = find_server()
-            version = await copy.send(settings(self.config.engine_kwargs).endpoint)
-            await server.weights_live.remote(version, global_steps)
+            copy.add(name, tensor)
+        version = await copy.send(settings(self.config.engine_kwargs).endpoint)
+        if torch.distributed.get_rank() == 0:
+            await find_server().weights_live.remote(version, global_steps)
