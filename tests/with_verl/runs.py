@@ -133,11 +133,11 @@ def sleep_and_updates(log: Path) -> list[str]:
     for path in sorted(log.iterdir()):
         for _, event, _ in map(json.loads, path.read_text().splitlines()[1:]):
             match event:
-                case ["FromTrainer", _, {"type": "Sleep", "asleep": True, "level": level}]:
+                case ["FromTrainer", _, {"type": "Sleep", "asleep": True, "level": level}, *_]:
                     found.append(f"sleep {level}")
-                case ["FromTrainer", _, {"type": "Sleep", "tags": tags}]:
+                case ["FromTrainer", _, {"type": "Sleep", "tags": tags}, *_]:
                     found.append(f"wake {' '.join(tags)}")
-                case ["FromTrainer", _, {"type": "UpdateWeights"}]:
+                case ["FromTrainer", _, {"type": "UpdateWeights"}, *_]:
                     found.append("update")
     return found
 
