@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,14 +40,17 @@ import numpy as np
 from lib.hardware import machine
 
 from seer.client import RolloutClient, sent_weights
-from seer.common.blobs import Asked
+from seer.common import blobs
+from seer.common.blobs import Asked, write_at
 from seer.common.config import load
 from seer.common.process.service import run_process
 from seer.services.buffer import server as buffer_server
+from seer.services.buffer.weights import spool
 from seer.services.engine import server as engine_server
 from seer.services.engine.weights import manifest
 
 NODES = 8
+NAMES = [*(f"seer-n{number}" for number in range(NODES)), "seer-head"]
 HEAD = "10.77.0.100"
 PART = 2**21
 PORT = 7190
@@ -65,9 +68,10 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces(mbit: int) -> Iterator[dict[str, str]]:
-    """Make the namespaces; give their addresses by name. `mbit` bounds what goes in and out, if not 0."""
-    places = {f"seer-n{number}": f"10.77.0.{number + 1}" for number in range(NODES)} | {"seer-head": HEAD}
+def namespaces(mbit: Mapping[str, int]) -> Iterator[dict[str, str]]:
+    """Make namespaces; give their addresses by name. `mbit` bounds what goes in and out of each, if not 0."""
+    numbers = {name: number for number, name in enumerate(sorted(mbit.keys() - {"seer-head"}), 1)}
+    places = {name: f"10.77.0.{number}" for name, number in numbers.items()} | {"seer-head": HEAD}
     try:
         run("ip", "netns", "add", SWITCH)  # apart from this machine's own rules for what is forwarded
         run("ip", "-n", SWITCH, "link", "add", "switch", "type", "bridge")
@@ -81,8 +85,8 @@ def namespaces(mbit: int) -> Iterator[dict[str, str]]:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-            for place, device in ((name, "eth0"), (SWITCH, name)) if mbit else ():
-                bucket = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+            for place, device in ((name, "eth0"), (SWITCH, name)) if mbit[name] else ():
+                bucket = ("rate", f"{mbit[name]}mbit", "burst", "256kb", "latency", "50ms")
                 run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
         yield places
     finally:
@@ -96,8 +100,9 @@ def sent() -> dict[str, int]:
     return {each["ifname"]: each["stats64"]["rx"]["bytes"] for each in json.loads(shown)}
 
 
-def start(place: str, *arguments: str) -> subprocess.Popen[bytes]:
-    command = ("ip", "netns", "exec", place, sys.executable, __file__, *arguments)
+def start(place: str, *arguments: str, script: str = __file__) -> subprocess.Popen[bytes]:
+    """Start a part of a benchmark, by default of this one, in a namespace."""
+    command = ("ip", "netns", "exec", place, sys.executable, script, *arguments)
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
 
@@ -158,9 +163,20 @@ def bare(places: dict[str, str], size: int) -> float:
 # --- updates ---------------------------------------------------------------------------------
 
 
-def serve(kind: str, name: str, *, digested: bool) -> None:
-    """Run one service, as if each node had disks of its own."""
-    mock.patch.object(Asked, "here", return_value=False).start()
+def serve(kind: str, name: str, *, digested: bool, here: bool = False, write_ms: int = 0) -> None:
+    """Run one service, as if each node had disks of its own, unless it is `here`, where the buffer is.
+
+    `write_ms`: how much longer each of its writes takes.
+    """
+    if not here:
+        mock.patch.object(Asked, "here", return_value=False).start()
+    for module in (blobs, spool) if write_ms else ():
+
+        def slow(*given: Any) -> None:  # noqa: ANN401 - those of `write_at`
+            time.sleep(write_ms / 1000)
+            write_at(*given)
+
+        mock.patch.object(module, "write_at", slow).start()
     if not digested:
         skip_digests()
     config = load(
@@ -311,7 +327,7 @@ def digest_speed() -> dict[str, float]:
 
 def measure(mb: int, turns: int, mbit: int) -> None:
     size = mb * 10**6 // 64 * 64
-    with namespaces(mbit) as places:
+    with namespaces(dict.fromkeys(NAMES, mbit)) as places:
         found = [turn(places, size) for _ in range(turns)]
 
     def median(*keys: str) -> float:
@@ -351,7 +367,9 @@ def main() -> None:
     elif len(sys.argv) > 1 and sys.argv[1] == "send":
         send(sys.argv[3:], int(sys.argv[2]))
     elif len(sys.argv) > 1 and sys.argv[1] == "serve":
-        serve(sys.argv[2], sys.argv[3], digested="--digested" in sys.argv)
+        flags = {"digested": "--digested" in sys.argv, "here": "--here" in sys.argv}
+        slow = sum(int(each.partition("=")[2]) for each in sys.argv if each.startswith("--write-ms="))
+        serve(sys.argv[2], sys.argv[3], **flags, write_ms=slow)
     elif len(sys.argv) > 1 and sys.argv[1] == "update":
         asyncio.run(updates(int(sys.argv[2]), digested="--digested" in sys.argv))
     else:
