@@ -45,10 +45,38 @@ ON_OWN_CORES = ("-n", ENGINE_WORKERS, "--dist", "loadfile", "--no-loadscope-reor
 
 E2E = "tests/e2e"
 
+LONG_FIRST = (VERIFY, "tests/chaos", E2E)
+
+IMPORT_VLLM = (
+    "tests/property/test_chunk_gate.py",
+    "tests/property/test_decode_scheduler.py",
+    "tests/property/test_detokenizer.py",
+    "tests/unit/test_batch_invariance.py",
+    "tests/unit/test_decode_graphs.py",
+    "tests/unit/test_device_paths.py",
+    "tests/unit/test_kv_connector.py",
+    "tests/unit/test_sleep_beside_others.py",
+)
+"""Light, but run with engines: each worker collects all tests of its part, and vLLM's import takes seconds."""
+
+
+def _without(*paths: str) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
+
+
 TEST = {
-    "light": [(*PYTEST, *SIDE_BY_SIDE, "-m", "not (vllm and slow or breadth)", "tests", f"--ignore={E2E}")],
+    "light": [
+        (
+            *PYTEST,
+            *SIDE_BY_SIDE,
+            "-m",
+            "not (vllm and slow or breadth)",
+            "tests",
+            *_without(E2E, *IMPORT_VLLM),
+        ),
+    ],
     "engines": [
-        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", VERIFY, E2E, "tests/chaos"),
+        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", *LONG_FIRST, *IMPORT_VLLM),
         (*PYTEST, "-m", "ranks and not breadth", E2E),
     ],
 }
@@ -58,7 +86,7 @@ BREADTH = {
     "matrix": [(*PYTEST, "-m", "breadth", VERIFY)],
     "offsets": [(*PYTEST, "-m", "breadth", *OFFSETS)],
     "variants": [
-        (*PYTEST, "-m", "breadth", "tests", *(f"--ignore={file}" for file in (VERIFY, *OFFSETS))),
+        (*PYTEST, "-m", "breadth", "tests", *_without(VERIFY, *OFFSETS)),
     ],
     "properties": [(*PYTEST, *SIDE_BY_SIDE, "--hypothesis-profile=explore", "tests/property")],
     "faults": [(*CHAOS, "--seconds", "300", "--seed", "1000", "--only", "virtual", "processes")],

@@ -1,5 +1,6 @@
 """The parts of `make test` and `make test-all`: each runs, stops and goes on alone."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,16 @@ def test_the_digest_is_of_what_git_does_not_ignore(monkeypatch, tmp_path):
     empty, first, second, *ignored, last = seen
     assert len({empty, first, second, last}) == 4
     assert set(ignored) == {second}
+
+
+def test_light_workers_import_no_vllm_and_what_does_runs_with_engines():
+    imports = re.compile(r'^(pytest\.importorskip\("vllm"\)|from vllm|import vllm)', re.MULTILINE)
+    elsewhere = {"e2e", "gateway_clients"}
+    files = {file: file.read_text() for file in (parts.ROOT / "tests").glob("*/test_*.py")}
+    found = [
+        file for file, text in files.items() if imports.search(text) and file.parent.name not in elsewhere
+    ]
+    needs_triton = parts.ROOT / "tests/unit/test_cpu_kernels_triton.py"
+    listed = {parts.ROOT / name for name in parts.IMPORT_VLLM}
+    assert set(found) - {needs_triton} <= listed
+    assert [file for file in listed if "pytestmark = pytest.mark.vllm\n" not in files[file]] == []
