@@ -31,8 +31,8 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("matrix", ["chunk-16", pytest.param("chunk-16,migrate", marks=pytest.mark.breadth)])
 def test_a_planted_fault_is_called_a_bug_and_clean_cells_agree(tmp_path, matrix):
-    size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
-    code, report, text = verify(tmp_path, 12, *size, "--matrix", matrix, "--plant-fault", "--set", *ONE_CORE)
+    size = ("-n", 2, "--max-tokens", 64, "--min-tokens", 300)
+    code, report, text = verify(tmp_path, 6, *size, "--matrix", matrix, "--plant-fault", "--set", *ONE_CORE)
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
     faulty, *clean = report["cells"]
