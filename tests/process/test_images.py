@@ -1,6 +1,7 @@
 """Images between real processes, over real sockets, while buffer and engines are killed."""
 
 import asyncio
+import functools
 import os
 import signal
 
@@ -17,15 +18,19 @@ SETTINGS = [
     "buffer.chunk_size=32", "buffer.policy=migrate",
 ]  # fmt: skip
 SAMPLING = SamplingParams(max_tokens=200, ignore_eos=True)
-PROMPTS = [
-    Prompt(f"p{seed}", token_ids=[1, 2, 3], images=[placed(seed, 1, 1, wire.IMAGE_PART_BYTES // 2)])
-    for seed in range(24)
-]
-"""Each shows an image of 4 MiB."""
+
+
+@functools.cache
+def prompts() -> list[Prompt]:
+    """Each shows an image of 4 MiB."""
+    return [
+        Prompt(f"p{seed}", token_ids=[1, 2, 3], images=[placed(seed, 1, 1, wire.IMAGE_PART_BYTES // 2)])
+        for seed in range(24)
+    ]
 
 
 async def rolled(client: RolloutClient) -> list[list[int]]:
-    rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
+    rollout = await client.submit(prompts(), n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
     return [response.token_ids.tolist() for group in await rollout.result() for response in group.responses]
 
 
@@ -46,7 +51,7 @@ async def test_whoever_is_killed_while_images_travel_gets_them_again(monkeypatch
             await asyncio.sleep(0.5)
         disturbed = await task
         assert await rolled(client) == disturbed
-        size = PROMPTS[0].images[0].image.size
+        size = prompts()[0].images[0].image.size
         counters = (await client.status()).counters
         assert counters["image_received_bytes"] <= 24 * size, "to this buffer, each once at most"
         assert counters["image_sent_bytes"] <= 2 * 24 * size
