@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -30,17 +31,35 @@ QUICK = ("--backend", "replay", "--set", "engine.replay.mean_tokens=60", "--max-
 SLOW = ("--set", "engine.replay.step_seconds=0.02", "--chunk-size", "32")
 """Long enough to kill something meanwhile."""
 
+Tokens = list[tuple[str, int, list[int]]]
+"""By prompt and index."""
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Prompts, and a place for temporary files that must end up empty; short, for its sockets."""
+
+@contextlib.contextmanager
+def prompts_folder() -> Iterator[Path]:
+    """Have prompts, and a place for temporary files; short, for its sockets."""
     path = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
     lines = [{"id": f"p{i}", "prompt_token_ids": [i + 1] * (i + 1), "i": i} for i in range(PROMPTS)]
     (path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (path / "t").mkdir()
-    monkeypatch.setenv("TMPDIR", str(path / "t"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Prompts, and a place for temporary files that must end up empty."""
+    with prompts_folder() as path:
+        monkeypatch.setenv("TMPDIR", str(path / "t"))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Tokens:
+    """What the prompts come to."""
+    with prompts_folder() as path:
+        subprocess.run(command(path), capture_output=True, timeout=120, check=True)
+        return tokens_of(outputs(path))
 
 
 def command(folder: Path, *options: str) -> list[str]:
@@ -53,7 +72,7 @@ def outputs(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
-def tokens_of(records: list[dict]) -> list[tuple[str, int, list[int]]]:
+def tokens_of(records: list[dict]) -> Tokens:
     return [(r["id"], a["index"], a["token_ids"]) for r in records for a in r["responses"]]
 
 
@@ -96,8 +115,9 @@ def test_what_finished_beside_a_refused_prompt_is_kept_and_resumed(folder: Path)
     assert "with --resume does the rest" in done.stderr
     assert json.loads((folder / "report.json").read_text())["failed"] == 2
     assert not (folder / "out.jsonl").exists()
-    assert run().returncode == 2
-    assert "give --resume" in run().stderr
+    refused = run()
+    assert refused.returncode == 2
+    assert "give --resume" in refused.stderr
     other = run("--resume", "--seed", "1")
     assert other.returncode == 2
     assert "seed 1, there 0" in other.stderr
@@ -152,15 +172,15 @@ def orphans(folder: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("victims", [("engine-0", "engine-1", "context", "dgds"), ("buffer",)])
-def test_killed_services_cost_no_response(folder: Path, victims: tuple[str, ...]) -> None:
-    subprocess.run(command(folder), capture_output=True, timeout=120, check=True)
-    expected = tokens_of(outputs(folder))
+def test_killed_services_cost_no_response(
+    folder: Path, victims: tuple[str, ...], undisturbed: Tokens
+) -> None:
     running = Running(folder)
     children = running.children()
     for victim in victims:
         os.kill(children[victim], signal.SIGKILL)
     assert running.end() == 0, running.log.read_text()
-    assert tokens_of(outputs(folder)) == expected
+    assert tokens_of(outputs(folder)) == undisturbed
     assert json.loads((folder / "report.json").read_text())["restarts"] == len(victims)
     for victim in victims:
         assert f"{victim} was killed by SIGKILL" in running.log.read_text()
@@ -180,7 +200,7 @@ def test_no_signal_leaves_an_orphan(folder: Path, number: signal.Signals, code: 
     assert not (folder / "out.jsonl").exists()
 
 
-def test_a_killed_rollout_is_resumed(folder: Path) -> None:
+def test_a_killed_rollout_is_resumed(folder: Path, undisturbed: Tokens) -> None:
     running = Running(folder)
     journal = folder / "out.jsonl.journal"
     wait_for(lambda: len(journal.read_bytes().splitlines()) > 2)
@@ -194,9 +214,7 @@ def test_a_killed_rollout_is_resumed(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "report.json").read_text())["resumed"] >= 2
     assert [record["id"] for record in outputs(folder)] == [f"p{i}" for i in range(PROMPTS)]
-    resumed = tokens_of(outputs(folder))
-    subprocess.run(command(folder), capture_output=True, timeout=120, check=True)
-    assert tokens_of(outputs(folder)) == resumed
+    assert tokens_of(outputs(folder)) == undisturbed
 
 
 # --- a system that outlives a rollout -----------------------------------------------------------
