@@ -79,7 +79,7 @@ async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier
     settings = BufferConfig(chunk_size=32, log=str(tmp_path), keep_chunks=True)
     prompts, sampling = (
         [[1, number] for number in range(1, 65)],
-        SamplingParams(max_tokens=1000, ignore_eos=True),
+        SamplingParams(max_tokens=400, ignore_eos=True),
     )
 
     async def rolled(client, name):

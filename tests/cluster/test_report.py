@@ -70,7 +70,7 @@ async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_
 async def test_what_is_possible_is_what_the_buffer_tells_and_lost_chunks_are_part_of_the_rest(tmp_path):
     engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
     prompts = [[1, number] for number in range(1, 65)]
-    sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
 
     async def rolled(client, name):
         await (await client.submit(prompts, n=2, sampling=sampling, rollout_id=name)).result()
