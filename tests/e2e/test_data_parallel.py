@@ -110,12 +110,23 @@ def assert_same(found: dict[str, Response], expected: dict[str, Response]) -> No
         assert np.array_equal(np.concatenate([end.routes for end in ours.ends]), theirs.ends[0].routes)
 
 
-def test_ranks_have_the_tokens_of_one_engine_until_one_is_killed(models, expected):
-    with ranks(models[0]) as backend:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "random",
+        pytest.param("off", marks=pytest.mark.breadth),
+        pytest.param("grouped", marks=pytest.mark.breadth),
+    ],
+)
+def test_ranks_have_the_tokens_of_one_engine_until_one_is_killed(models, expected, source):
+    """Without drafts they have them below, too."""
+    with ranks(models[0], source) as backend:
         assert backend.capacity.kv_blocks == 80
         assert_same(run(backend, chunks()), expected[0])
+        stats = backend.stats()
+        assert (stats.drafted_tokens > stats.accepted_tokens) == (source == "random")
         assert 20 < backend.lockstep.dummies < backend.lockstep.granted
-        assert backend.stats().dummy_steps == backend.lockstep.dummies
+        assert stats.dummy_steps == backend.lockstep.dummies
         backend.load_weights(models[1], "new")
         assert_same(run(backend, chunks(1)), expected[1])
         for state in (SleepState.ASLEEP, SleepState.AWAKE):
@@ -128,14 +139,6 @@ def test_ranks_have_the_tokens_of_one_engine_until_one_is_killed(models, expecte
             while backend.has_work():
                 backend.step()
     assert not backend._processes
-
-
-@pytest.mark.parametrize("source", ["random", pytest.param("grouped", marks=pytest.mark.breadth)])
-def test_ranks_that_draft_have_them_too(models, expected, source):
-    with ranks(models[0], source) as backend:
-        assert_same(run(backend, chunks()), expected[0])
-        stats = backend.stats()
-        assert stats.drafted_tokens > stats.accepted_tokens or source == "grouped"
 
 
 def test_ranks_agree_on_the_drafts_of_each_step_ahead_and_dummies_are_as_large(
