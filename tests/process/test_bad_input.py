@@ -181,14 +181,16 @@ def test_a_bad_option_is_named(folder: Path, options: tuple[str, ...], told: str
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("command", "name", "told"),
     [
-        ("SEER_ENGINE__KV_BLOCK", "unknown key engine.kv_block; did you mean engine.kv_blocks?"),
-        ("SEER_ENGIN__KV_BLOCKS", "unknown key engin; did you mean engine?"),
-        ("SEER_ENGINE_KV_BLOCKS", "write two underscores after the section's name"),
+        (
+            rollout(*REPLAY), "SEER_ENGINE__KV_BLOCK",
+            "unknown key engine.kv_block; did you mean engine.kv_blocks?",
+        ),
+        (("up",), "SEER_ENGIN__KV_BLOCKS", "unknown key engin; did you mean engine?"),
+        (("dgds",), "SEER_ENGINE_KV_BLOCKS", "write two underscores after the section's name"),
     ],
-)
-@pytest.mark.parametrize("command", [rollout(*REPLAY), ("up",), ("dgds",)])
+)  # fmt: skip
 def test_a_misspelt_environment_variable_is_named(
     folder: Path, command: tuple[str, ...], name: str, told: str
 ) -> None:
