@@ -128,6 +128,28 @@ def test_if_a_rank_has_other_tensors_all_ranks_say_so(wrong):
         assert all(isinstance(each, InvalidField) and "rank 1" in str(each) for each in found), found
 
 
+class Damaged:
+    """A sharded tensor that is put together wrongly."""
+
+    dtype, shape, nbytes = np.dtype("f4"), (3,), 12
+
+    def detach(self):
+        return self
+
+    def to_local(self):
+        return np.zeros(3, "f4")
+
+    def full_tensor(self):
+        return np.zeros(2, "f4")
+
+
+def test_if_a_rank_cannot_put_its_tensors_together_all_ranks_say_so():
+    found = sharded({"w": np.zeros(9, "f4"), "x": Damaged()}, 3)
+    assert all(
+        isinstance(each, InvalidField) and "rank 1': x has shape (2,)" in str(each) for each in found
+    ), found
+
+
 def test_if_a_rank_cannot_read_its_tensors_all_ranks_say_so(monkeypatch):
     def failing(entry, data):
         if entry.name == "x":
@@ -193,10 +215,14 @@ def forget(kept):
     kept[1].forget()
 
 
-def send_another(kept):
+def send_alone(kept):
     alone = [SentWeights()]
-    send(GIVEN | {"d": GIVEN["a"]}, alone)
+    send(GIVEN, alone)
     kept[1]._sent = alone[0]._sent
+
+
+def send_another(kept):
+    send({name: each[1:] for name, each in GIVEN.items()}, kept)
 
 
 def switch_off(kept):
@@ -214,7 +240,8 @@ def lag(kept):
 @pytest.mark.parametrize(
     ("on_one", "why"),
     [
-        (forget, "no earlier tensors"), (send_another, "ranks of tensors changed"), (lag, "not all ranks sent"),
+        (forget, "no earlier tensors"), (send_another, "shapes or ranks of tensors changed"),
+        (send_alone, "shapes or ranks of tensors changed"), (lag, "not all ranks sent"),
         (switch_off, "switched off"), (rest, "did not pay"),
     ],
 )  # fmt: skip
@@ -224,7 +251,8 @@ def test_if_one_rank_cannot_compare_all_ranks_send_all(on_one, why):
     on_one(kept)
     found = plans(GIVEN, kept)
     assert all(why in each.why and each.delta is None for each in found), found
-    assert len({each.why for each in found}) == len({each.keep for each in found}) == 1
+    assert {each.keep for each in found} == {on_one not in (switch_off, rest)}
+    assert len({each.why for each in found}) == 1
 
 
 def test_a_machine_without_room_for_the_copies_of_all_its_ranks_has_none(monkeypatch):
