@@ -124,7 +124,7 @@ def test_ranks_have_the_tokens_of_one_engine_until_one_is_killed(models, expecte
         assert backend.capacity.kv_blocks == 80
         assert_same(run(backend, chunks()), expected[0])
         stats = backend.stats()
-        assert (stats.drafted_tokens > stats.accepted_tokens) == (source == "random")
+        assert stats.drafted_tokens > stats.accepted_tokens or source != "random"
         assert 20 < backend.lockstep.dummies < backend.lockstep.granted
         assert stats.dummy_steps == backend.lockstep.dummies
         backend.load_weights(models[1], "new")
