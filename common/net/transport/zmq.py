@@ -46,8 +46,8 @@ PROBE_SECONDS = 2
 LINGER_MS = 1_000
 """Last messages (`Goodbye`, `Refused`) get this long to leave when a socket is closed."""
 
-RECONNECT_MS = (100, 2_000)
-"""First and longest wait before connecting again."""
+RECONNECT_MS = (100, 500)
+"""First and longest wait before connecting again: who waits for a restarted service waits so much longer."""
 
 QUEUE_MESSAGES = 1_000
 """Bound per peer on DEALER and ROUTER: far above the chunks an engine can hold."""
