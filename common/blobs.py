@@ -15,13 +15,13 @@ import asyncio
 import json
 import os
 import shutil
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
+from isal import isal_zlib
 
 from seer.common import wire
 from seer.common.errors import SeerError
@@ -60,8 +60,8 @@ class EndedForAll(ValueError):  # noqa: N818 - reads as what it says at the call
 
 
 def checksum(data: wire.Bytes) -> int:
-    """Return the CRC-32 of a part."""
-    return zlib.crc32(data.data)
+    """Return the CRC-32 of a part, as zlib's, which would take two thirds of the time that a part takes."""
+    return isal_zlib.crc32(data.data)
 
 
 def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0) -> None:

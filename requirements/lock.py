@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 UV = str(HERE.parent / "build" / "uv" / "bin" / "uv")
 """`make lock` puts it there."""
 
-CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
+CORE = ["click", "isal", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 METRICS = ["prometheus-client"]
 SPANS = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]

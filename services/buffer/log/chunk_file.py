@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from isal import isal_zlib
 
 from seer.common import wire
 from seer.common.errors import NOT_DECODED
@@ -177,7 +177,7 @@ def encode_record(
 
 def _encode(head: _Head, data: bytes) -> bytes:
     text, data = _encoder.encode(head), data + bytes(-len(data) % 8)
-    crc = zlib.crc32(data, zlib.crc32(text))
+    crc = isal_zlib.crc32(data, isal_zlib.crc32(text))
     return _PREFIX.pack(len(text), len(data) // 8, crc) + text + data
 
 
@@ -202,7 +202,7 @@ def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
             if end > len(view):
                 return
             with memoryview(view) as whole, whole[head:end] as part:
-                if zlib.crc32(part) != crc:
+                if isal_zlib.crc32(part) != crc:
                     return
                 try:
                     record = _decoder.decode(part[:size])
