@@ -114,13 +114,13 @@ def join(
 ) -> BroadcastGroup:
     """Join as rank `rank` of an engine's `count`. Raises `RuntimeError` or `TimeoutError`.
 
-    `seconds`: for each of the meeting, the group and its steps.
+    `seconds`: for each of the way to the trainer, its wait for others, the group and its steps.
     """
     host, port = address
     limit = timedelta(seconds=seconds)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     store.set(_place(engine, rank), str(count))
-    store.wait([_RANKS], limit)
+    store.wait([_RANKS], 2 * limit)  # the trainer waits as long for others, before it says
     try:
         ranks = msgspec.json.decode(store.get(_RANKS), type=_Ranks)
     except NOT_DECODED as error:

@@ -1,5 +1,6 @@
 """What a rank of an engine takes from a trainer for an update in place, and what it does when that fails."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -162,3 +163,18 @@ def test_an_engine_that_does_not_join_is_named(tmp_path):
     planned(source, tmp_path)
     assert source.send(["e7"], lambda: False) == "e7 did not join in 0.2 s"
     source.end()
+
+
+def test_an_engine_that_joined_first_outwaits_the_trainer_s_wait_for_another(tmp_path):
+    source = Broadcast(tensors(), step_seconds=2.0)
+    plan = planned(source, tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(received, plan)
+        while not source._store.check(["0 e0"]):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert source.send(["e0", "e7"], lambda: False) == "e7 did not join in 2 s"
+        got, problem = future.result()
+    source.end()
+    assert problem == ""
+    assert_equal(got, tensors())
