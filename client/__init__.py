@@ -25,6 +25,7 @@ from seer.client.sync import (
     SyncRolloutClient,
     SyncScores,
 )
+from seer.client.vllm_transfer import VllmTransfer
 from seer.common.beside import TopLogprobs
 from seer.common.errors import (
     DeadlineExceeded,
@@ -85,6 +86,7 @@ __all__ = [
     "TopLogprobs",
     "TorchRanks",
     "Unreachable",
+    "VllmTransfer",
     "WeightsLive",
     "WeightsRefused",
     "mixed",

@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.shared_memory import SharedMemory
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -143,54 +143,67 @@ class Broadcast:
 
     def offer(self, name: str) -> TensorStream:
         """See `InPlace.offer`. Raises `InvalidField`."""
-        from seer.common.weights.broadcast_group import open_store
-
         entries = _torch_entries(self.tensors, self._finite)
         self.end()
+        buckets = list(_buckets(entries, self._bucket_bytes))
+        stream = self._open(name, "broadcast", [bucket for bucket, _ in buckets])
+        self._buckets = buckets
+        return stream
+
+    def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
+        """See `InPlace.send`."""
+        from seer.common.weights.broadcast_group import gather
+
+        if self._store is None:
+            return "the broadcast was not offered"
+        try:
+            nccl_id = self._new_id()
+            size, missing = gather(self._store, engines, self._step_seconds, stopped, nccl_id)
+            if size > 1:
+                self._send(self._store, size, stopped, nccl_id)
+        except (RuntimeError, OSError, ValueError) as error:
+            return f"the broadcast failed: {' '.join(str(error).split())[:400]}"
+        return f"{', '.join(missing)} did not join in {self._step_seconds:g} s" if missing else ""
+
+    def end(self) -> None:
+        """See `InPlace.end`."""
+        self._store = None  # which closes its port
+        self._buckets = []
+
+    def _open(
+        self, name: str, transport: Literal["broadcast", "vllm_nccl"], buckets: list[Bucket]
+    ) -> TensorStream:
+        """Open the store in which the group meets, and return the stream with the plan."""
+        from seer.common.weights.broadcast_group import open_store
+
         try:
             self._store = open_store(self._port, self._step_seconds)
         except (RuntimeError, OSError) as error:
             raise InvalidField(
                 "port", self._port, f"cannot be opened ({error}): give another, or 0"
             ) from error
-        self._buckets = list(_buckets(entries, self._bucket_bytes))
-        plan = Plan(
-            name, "broadcast", [bucket for bucket, _ in self._buckets],
-            self._host, self._store.port, self._step_seconds,
-        )  # fmt: skip
-        return _stream(plan)
+        return _stream(Plan(name, transport, buckets, self._host, self._store.port, self._step_seconds))
 
-    def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
-        """See `InPlace.send`."""
-        from seer.common.weights.broadcast_group import BroadcastGroup, gather
+    def _new_id(self) -> str:
+        """Return the id by which the group meets, if it is not the store."""
+        return ""
 
-        if self._store is None:
-            return "the broadcast was not offered"
+    def _send(self, store: TCPStore, size: int, stopped: Callable[[], bool], nccl_id: str) -> None:
+        """Send all as rank 0 of a group of `size`. Raises `RuntimeError`, `OSError` or `ValueError`."""
         import torch
 
-        device = self._buckets[0][1][0].tensor.device
-        try:
-            size, missing = gather(self._store, engines, self._step_seconds, stopped)
-            late = f"{', '.join(missing)} did not join in {self._step_seconds:g} s" if missing else ""
-            if size == 1:
-                return late
-            group = BroadcastGroup(self._store, 0, size, device, self._step_seconds, self._host)
-            try:
-                for bucket, entries in self._buckets:
-                    data = torch.zeros(bucket.size, dtype=torch.uint8, device=device)
-                    for planned, entry in zip(bucket.tensors, entries, strict=True):
-                        data[planned.start : planned.start + planned.size].copy_(_flat(entry))
-                    group.broadcast(data, stopped)
-            finally:
-                group.close()
-        except (RuntimeError, OSError) as error:
-            return f"the broadcast failed: {' '.join(str(error).split())[:400]}"
-        return late
+        from seer.common.weights.broadcast_group import BroadcastGroup
 
-    def end(self) -> None:
-        """See `InPlace.end`."""
-        self._store = None  # which closes its port
-        self._buckets = []
+        device = self._buckets[0][1][0].tensor.device
+        group = BroadcastGroup(store, 0, size, device, self._step_seconds, self._host)
+        try:
+            for bucket, entries in self._buckets:
+                data = torch.zeros(bucket.size, dtype=torch.uint8, device=device)
+                for planned, entry in zip(bucket.tensors, entries, strict=True):
+                    data[planned.start : planned.start + planned.size].copy_(_flat(entry))
+                group.broadcast(data, stopped)
+        finally:
+            group.close()
 
 
 class Transfer:
@@ -230,20 +243,20 @@ def _torch_entries(tensors: Mapping[str, Tensor], finite: bool) -> list[Entry]:
         fix = "give torch tensors that are all on one device"
         raise InvalidField("source", sorted(devices), fix)
     if finite:
-        _check_finite(entries)
+        check_finite((entry.name, entry.tensor) for entry in entries)
     return entries
 
 
-def _check_finite(entries: Sequence[Entry]) -> None:
-    """Raise `InvalidField` for a tensor with values that are not finite; waits for the device once."""
+def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `InvalidField` for values that are not finite, once all were seen; waits for the device once."""
     import torch
 
     extremes = {}
-    for entry in entries:
-        values = entry.tensor.detach()
+    for name, tensor in tensors:
+        values = tensor.detach()
         if values.is_floating_point() and values.numel():
             wide = values.to(torch.bfloat16) if values.element_size() == 1 else values
-            extremes[entry.name] = torch.stack(torch.aminmax(wide)).double()
+            extremes[name] = torch.stack(torch.aminmax(wide)).double()
     if extremes:
         finite = torch.isfinite(torch.stack(list(extremes.values()))).all(dim=1).tolist()
         for name, each in zip(extremes, finite, strict=True):

@@ -137,13 +137,14 @@ def hash_of(entry: Entry, data: Bytes) -> bytes:
 
 def entries_of(tensors: Mapping[str, Tensor]) -> list[Entry]:
     """Return tensors in their order, tied ones once. Raises `InvalidField`."""
-    entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
+    entries = [entry_of(name, tensor) for name, tensor in _untied(tensors).items()]
     if not entries:
         raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
     return entries
 
 
-def _entry(name: str, tensor: Tensor) -> Entry:
+def entry_of(name: str, tensor: Tensor) -> Entry:
+    """Return a tensor by its name. Raises `InvalidField`."""
     try:
         dtype = _TYPES[str(tensor.dtype).removeprefix("torch.")]
         shape, size = tuple(int(length) for length in tensor.shape), int(tensor.nbytes)

@@ -50,8 +50,8 @@ Source = (
 )
 """A folder that all nodes can read; tensors (numpy or torch) by name, as in `model.state_dict()`, which are
 streamed, by all ranks if they are `ShardedTensors`; a `MooncakeSource`, from which engines read; a
-`LoraAdapter`, which engines merge; or `SharedTensors` or a `Broadcast`, which engines copy straight into
-their live weights."""
+`LoraAdapter`, which engines merge; or `SharedTensors`, a `Broadcast` or a `VllmTransfer`, which engines copy
+straight into their live weights."""
 
 _log = get_logger()
 

@@ -33,11 +33,12 @@ MAX_RANKS = 4096
 _RANKS = "ranks"
 
 
-class _Ranks(msgspec.Struct):
-    """`first`: by engine, its first rank in a group of `size`."""
+class Ranks(msgspec.Struct):
+    """`first`: by engine, its first rank in a group of `size`. `nccl_id`: see `vllm_group.new_id`."""
 
     first: dict[str, int]
     size: int
+    nccl_id: str = ""
 
 
 class BroadcastGroup:
@@ -89,14 +90,14 @@ def open_store(port: int, seconds: float) -> TCPStore:
 
 
 def gather(
-    store: TCPStore, engines: Sequence[str], seconds: float, stopped: Callable[[], bool]
+    store: TCPStore, engines: Sequence[str], seconds: float, stopped: Callable[[], bool], nccl_id: str = ""
 ) -> tuple[int, list[str]]:
     """Wait until all ranks of these engines have come, close the membership, and return it.
 
     Returns the group's size, and the engines that did not come in `seconds`, or before `stopped()` was true.
     Raises `RuntimeError` for one that says nonsense.
     """
-    ranks, missing = _Ranks({}, 1), list(engines)
+    ranks, missing = Ranks({}, 1, nccl_id), list(engines)
     deadline = time.monotonic() + seconds
     while missing and time.monotonic() < deadline and not stopped():
         for engine in list(missing):
@@ -116,19 +117,27 @@ def join(
 
     `seconds`: for each of the way to the trainer, its wait for others, the group and its steps.
     """
+    store, ranks = meet(address, engine, rank, count, seconds)
+    own = own_address(f"{address[0]}:{address[1]}")
+    return BroadcastGroup(store, ranks.first[engine] + rank, ranks.size, device, seconds, own)
+
+
+def meet(
+    address: tuple[str, int], engine: str, rank: int, count: int, seconds: float
+) -> tuple[TCPStore, Ranks]:
+    """Say that this rank is there, and wait for the membership. Raises `RuntimeError` or `TimeoutError`."""
     host, port = address
     limit = timedelta(seconds=seconds)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     store.set(_place(engine, rank), str(count))
     store.wait([_RANKS], 2 * limit)  # the trainer waits as long for others, before it says
     try:
-        ranks = msgspec.json.decode(store.get(_RANKS), type=_Ranks)
+        ranks = msgspec.json.decode(store.get(_RANKS), type=Ranks)
     except NOT_DECODED as error:
         raise RuntimeError(f"the trainer at {host}:{port} gave no list of ranks: {error}") from error
     if engine not in ranks.first:
         raise RuntimeError("the broadcast had begun without this engine: it came too late")
-    own = own_address(f"{host}:{port}")
-    return BroadcastGroup(store, ranks.first[engine] + rank, ranks.size, device, seconds, own)
+    return store, ranks
 
 
 def _gloo_device(own: str) -> ProcessGroupGloo.Device:

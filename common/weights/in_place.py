@@ -72,7 +72,7 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """`size` bytes with tensors; `memory` holds the bytes already, else the bytes are broadcast."""
+    """`size` bytes with tensors; `memory` holds the bytes already, else they are sent."""
 
     size: _Size
     tensors: list[PlannedTensor]
@@ -80,10 +80,13 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`name` is unique. A broadcast's group meets at `host`:`port`; a step takes `step_seconds` at most."""
+    """`name` is unique. Groups, of vLLM's NCCL engines or others, meet at `host`:`port`.
+
+    A step takes `step_seconds` at most.
+    """
 
     name: _Name
-    transport: Literal["shared", "broadcast"]
+    transport: Literal["shared", "broadcast", "vllm_nccl"]
     buckets: list[Bucket]
     host: _Name = ""
     port: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = 0
@@ -121,6 +124,12 @@ def parse(data: bytes) -> Plan:
         plan = msgspec.json.decode(data, type=Plan)
     except NOT_DECODED as error:
         raise ValueError(f"has no plan of an update in place: {error}") from error
+    check(plan)
+    return plan
+
+
+def check(plan: Plan) -> None:
+    """Raise `ValueError` for a plan that is not consistent."""
     names: set[str] = set()
     for bucket in plan.buckets:
         _check(bucket, plan.transport)
@@ -129,13 +138,12 @@ def parse(data: bytes) -> Plan:
         raise ValueError("names a tensor twice")
     if not 0 < len(names) <= MAX_TENSORS:
         raise ValueError(f"has {len(names)} tensors: give 1 to {MAX_TENSORS}")
-    if plan.transport == "broadcast" and not (plan.host and plan.port):
+    if plan.transport != "shared" and not (plan.host and plan.port):
         raise ValueError("has no host and port at which to meet")
-    return plan
 
 
 def _check(bucket: Bucket, transport: str) -> None:
-    if (bucket.memory is None) != (transport == "broadcast"):
+    if (bucket.memory is None) != (transport != "shared"):
         raise ValueError(f"has a bucket that is not {transport}")
     end = 0
     for tensor in sorted(bucket.tensors, key=lambda each: each.start):

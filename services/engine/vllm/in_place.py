@@ -9,14 +9,20 @@ Invariants (tests/unit/test_in_place_receiver.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from seer.common.weights.broadcast_group import BroadcastGroup, join
 from seer.common.weights.in_place import SHARED_MEMORY, Bucket, CudaMemory, Plan, SharedFile
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.nccl_receiver import NcclReceiver
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -48,31 +54,26 @@ class Receiver:
         try:
             if unknown:
                 raise RuntimeError(f"type {min(unknown)} is none of torch's")
-            self._source: Shared | Group = (
-                Shared(plan, place) if plan.transport == "shared" else Group(plan, place)
-            )
-        except (RuntimeError, OSError) as error:
+            self._source = _source(plan, place)
+        except (RuntimeError, OSError, ValueError) as error:
             raise SourceLost(_line(error)) from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors by name; zeros from where `problem` arose."""
         for index, bucket in enumerate(self._plan.buckets):
-            data = self._take(index, bucket)
-            for tensor in bucket.tensors:
-                flat = data[tensor.start : tensor.start + tensor.size]
-                yield tensor.name, flat.view(TYPES[tensor.dtype]).view(tensor.shape)
+            yield from self._take(index, bucket)
 
     def close(self) -> None:
         """Let go of the trainer's memory, or leave the group."""
         self._source.close()
 
-    def _take(self, index: int, bucket: Bucket) -> torch.Tensor:
+    def _take(self, index: int, bucket: Bucket) -> Tensors:
         if not self.problem:
             try:
                 return self._source.take(index, bucket)
             except (RuntimeError, OSError) as error:
                 self.problem = f"bucket {index + 1} of {len(self._plan.buckets)}: {_line(error)}"
-        return torch.zeros(bucket.size, dtype=torch.uint8, device=self._device)
+        return _views(torch.zeros(bucket.size, dtype=torch.uint8, device=self._device), bucket)
 
 
 class SourceLost(RuntimeError):  # noqa: N818 - reads as what it says at the call site
@@ -85,9 +86,9 @@ class Shared:
     def __init__(self, plan: Plan, place: Place) -> None:
         self._buckets = [_open(bucket, place.device) for bucket in plan.buckets]
 
-    def take(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's bytes (uint8, [size])."""
-        return self._buckets[index]
+    def take(self, index: int, bucket: Bucket) -> Tensors:
+        """Return a bucket's tensors."""
+        return _views(self._buckets[index], bucket)
 
     def close(self) -> None:
         """Let go of the trainer's memory."""
@@ -103,18 +104,33 @@ class Group:
             (plan.host, plan.port), place.engine, place.rank, place.ranks, place.device, plan.step_seconds
         )
 
-    def take(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """Receive a bucket's bytes. Raises `RuntimeError` or `TimeoutError`.
+    def take(self, index: int, bucket: Bucket) -> Tensors:
+        """Receive a bucket's tensors. Raises `RuntimeError` or `TimeoutError`.
 
         vLLM may keep the tensors, so each bucket has memory of its own.
         """
         data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
         self._group.broadcast(data)
-        return data
+        return _views(data, bucket)
 
     def close(self) -> None:
         """Leave the group."""
         self._group.close()
+
+
+def _source(plan: Plan, place: Place) -> Shared | Group | NcclReceiver:
+    if plan.transport == "vllm_nccl":
+        from seer.services.engine.vllm.nccl_receiver import NcclReceiver
+
+        return NcclReceiver(plan, place)
+    return Shared(plan, place) if plan.transport == "shared" else Group(plan, place)
+
+
+def _views(data: torch.Tensor, bucket: Bucket) -> Tensors:
+    """Yield the tensors in a bucket's bytes (uint8, [size])."""
+    for tensor in bucket.tensors:
+        flat = data[tensor.start : tensor.start + tensor.size]
+        yield tensor.name, flat.view(TYPES[tensor.dtype]).view(tensor.shape)
 
 
 def _open(bucket: Bucket, device: torch.device) -> torch.Tensor:
