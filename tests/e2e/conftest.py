@@ -85,8 +85,10 @@ def pair() -> Iterator[SharedEngines]:
 def expected_ways() -> dict[str, Results]:
     """What each of `WAYS` gives an engine of the shipped model, one step at a time and without drafts."""
     from engine_cases import engine_of  # needs the engine extra
+    from interpreted import take_masks_of_any_type
     from ways import BLOCKS, WAYS
 
+    take_masks_of_any_type()
     with engine_of(MODEL, kv_blocks=BLOCKS) as backend:
         assert backend.versions["scheduling"] == "synchronous"
         results = {way.__name__: way(backend) for way in WAYS}

@@ -21,6 +21,7 @@ if importlib.util.find_spec("triton") is not None:
     )  # before vllm looks for it
 
 from engine_cases import engine_of
+from interpreted import take_masks_of_any_type
 from ways import BLOCKS, WAYS
 
 from seer.common.config import DraftsConfig
@@ -42,6 +43,7 @@ def with_our_kernels(describe: object) -> object:
 
 def main(model: str, how: str, names: list[str]) -> None:
     drafts = DraftsConfig(max_draft=4, cache=tempfile.mkdtemp()) if how == "drafts" else None
+    take_masks_of_any_type()
     if importlib.util.find_spec("triton") is not None:
         CoreHandle.describe = with_our_kernels(CoreHandle.describe)
     with engine_of(Path(model), drafts, kv_blocks=BLOCKS, async_scheduling=how != "now") as backend:
