@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,14 +159,30 @@ def test_ranks_to_which_all_comes_copy_and_send_a_share_each(tmp_path, family):
     assert all("lacks a tensor added.weight" in str(each) for each in found), found
 
 
-async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has", ["none", "another"])
+def test_a_rank_with_another_checkpoint_or_none_says_so_to_all_before_tensors_are_handed_out(tmp_path, has):
+    """To hand them out is collective: a rank that raised alone would leave the others in there."""
+    qwen(tmp_path / "0")
+    (tmp_path / "1").mkdir()
+    if has == "another":
+        qwen(tmp_path / "1").half().save_pretrained(tmp_path / "1")
+    found = on_each(
+        MadeUpRanks.all_of(2),
+        lambda rank: CheckpointCopy(tmp_path / str(rank.rank), "trainer.model", tied=False, ranks=rank),
+    )
+    why = "tensors of rank 1.*trainer.model.*safetensors" if has == "none" else "the same checkpoint"
+    assert all(isinstance(each, InvalidField) and re.search(why, str(each)) for each in found), found
+
+
+@pytest.mark.parametrize("error", [Unreachable("there is no buffer"), OSError("too many open files")])
+async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch, error):
     class Client:
         def __init__(self, endpoint, deltas):
             self.endpoint = endpoint
 
         async def __aenter__(self):
             if self.endpoint == "cut off":
-                raise Unreachable("there is no buffer")
+                raise error
             return self
 
         async def __aexit__(self, *_):
@@ -179,7 +196,8 @@ async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch):
     copies = on_each(MadeUpRanks.all_of(2), lambda rank: copy_of(model, tmp_path, ranks=rank))
     sent = [copy.send(endpoint) for copy, endpoint in zip(copies, ("here", "cut off"), strict=True)]
     found = await asyncio.gather(*sent, return_exceptions=True)
-    assert all(isinstance(each, Unreachable) and "rank 1 cannot update" in str(each) for each in found), found
+    why = f"rank 1 cannot update: {error}"
+    assert all(isinstance(each, Unreachable) and why in str(each) for each in found), found
 
 
 def test_fused_experts_that_come_one_by_one_are_taken_apart(tmp_path):

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from seer.client import RolloutClient, SentWeights, ShardedTensors, TorchRanks
 from seer.client.sharded_tensors import Ranks, on_all, shared_out
-from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
+from seer.common.errors import InvalidField, Unreachable, WeightsRefused
 
 if TYPE_CHECKING:
     import torch
@@ -57,15 +58,18 @@ class CheckpointCopy:
     """A copy in host memory of what a trainer hands out tensor by tensor, with `folder`'s names and types.
 
     `field` is the trainer's setting that names the folder; `tied`: the embedding is the output layer, too.
-    With `ranks` to which the same is handed out, each copies and sends its share, and calls `send`; the first
-    one copies all tensors that have other names than in the checkpoint. Raises `InvalidField` when there is
-    no checkpoint in `folder`.
+    With `ranks` to which the same is handed out, all make one: each copies and sends its share, and calls
+    `send`; the first one copies all tensors that have other names than in the checkpoint. Raises
+    `InvalidField`, on all ranks, when there is no checkpoint in the `folder` of one, or another one.
     """
 
     def __init__(self, folder: Path, field: str, *, tied: bool, ranks: Ranks | None = None) -> None:
         self._folder = folder
         self._field = field
-        self._types = checkpoint_types(folder, field)
+        self._types: dict[str, Stored] = {}
+        # A rank that raised alone would leave the others waiting in what hands tensors out.
+        if len(set([self._read()] if ranks is None else on_all(ranks, self._read))) > 1:
+            raise InvalidField(field, str(folder), "give all ranks the same checkpoint: they have several")
         self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
         self._ranks = ranks
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -73,6 +77,11 @@ class CheckpointCopy:
         self._own = {name for name, owner in owners.items() if owner == rank}
         self._found: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
+
+    def _read(self) -> str:
+        """Read the checkpoint's names and types; equal texts mean equal ones."""
+        self._types = checkpoint_types(self._folder, self._field)
+        return hashlib.sha256(repr(sorted(self._types.items())).encode()).hexdigest()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor. One that the checkpoint lacks is an error later: handing out is collective."""
@@ -93,8 +102,8 @@ class CheckpointCopy:
             try:
                 client = await stack.enter_async_context(RolloutClient(endpoint, deltas=deltas))
                 version = (await client.status()).weight_version + 1
-            except SeerError as error:  # the other ranks are to hear of it
-                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+                problem = str(error) or repr(error)
             known = [(version, problem)]
             if self._ranks is not None:
                 known = await asyncio.to_thread(self._ranks.gather, *known)
