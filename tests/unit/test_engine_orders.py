@@ -245,6 +245,24 @@ async def test_what_was_checked_is_laid_out_while_chunks_run_for_its_load_and_fo
         await eventually(lambda: backend.laid_out[-1] == forgotten)
 
 
+async def test_what_cannot_be_laid_out_is_loaded_all_the_same(tmp_path):
+    model, backend = folder(tmp_path / "model", 1.0), Loading()
+
+    def failing(*_):
+        raise RuntimeError("can't start new thread")
+
+    backend.lay_out_weights = failing
+    async with engine(backend=backend) as (buffer, server, *_):
+        await buffer.run(0, new=500)
+        await eventually(lambda: bool(server.running))
+        await buffer.send(prepare(1, model))
+        await buffer.send(load(1, model))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert not buffer.heard(wire.WeightsPrepared)[0].problem
+        assert not buffer.heard(wire.WeightsLoaded)[0].problem
+        assert len(backend.loaded) == 1
+
+
 async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_does_not_load(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()
