@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import subprocess
+import sys
 import time
 from types import FunctionType
 
@@ -14,6 +16,7 @@ from tiny_families import tiny
 from transformers import LlamaForCausalLM
 from vllm.model_executor.model_loader.reload import layerwise
 
+from seer.common.sleep import SleepState
 from seer.services.engine.vllm import core, laid_out
 
 PROMPT = list(range(1, 30))
@@ -166,9 +169,50 @@ def test_no_weights_are_left_once_they_are_loaded_or_not_needed(tmp_path, monkey
             backend.lay_out_weights(new, "new")  # of two, the first one is freed before
             assert lay_out(backend, new, "new")
             assert packed_layers() == 2 * before
-            forget(backend)
+            backend.sleep(SleepState.ASLEEP, 1)
+            assert packed_layers() == before
+            backend.sleep(SleepState.AWAKE, 1)
+            backend.load_weights(new, "new")
+            assert packed_layers() == before
         finally:
             gc.enable()
+        divided, divide = [], laid_out._divide
+        monkeypatch.setattr(
+            laid_out, "_divide", lambda *models: (divided.append(time.sleep(0.5)), divide(*models))
+        )
+        backend.lay_out_weights(MODEL, "old")
+        backend.lay_out_weights(new, "new")  # cancelled before its turn
+        backend.lay_out_weights(None, "")
+        backend.sleep(SleepState.ASLEEP, 2)  # frees what a thread reads that has not ended
+        assert not worker_of(backend).seer_laid_out._thread.is_alive()
+        assert len(divided) == 1
+
+
+ENDS = """
+import time
+
+import torch
+
+from seer.services.engine.vllm import laid_out
+
+class LaidOut:
+    def __init__(self, config, model, folder, stop):
+        while folder == "long" and not stop():
+            torch.ones(3000, 3000).clone()
+
+    def free(self):
+        print("freed", flush=True)
+
+laid_out.problem, laid_out.LaidOut = lambda model: "", LaidOut
+kept = [laid_out.LayOutThread(None, None, folder, None) for folder in ("long", "short")]
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_as_usual_whatever_it_lays_out():
+    """Python aborts a process at its end if a daemon's call of torch returns then."""
+    done = subprocess.run([sys.executable, "-c", ENDS], text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "freed\n" * 2), done.stderr[-2000:]
 
 
 def packed_layers():

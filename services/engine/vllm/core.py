@@ -368,6 +368,7 @@ class CoreHandle:
         KV alone is never freed from awake: vLLM frees all, and wakes the weights.
         """
         try:
+            self._forget_laid_out()
             if state is SleepState.ASLEEP:
                 self._reset_caches()
             if self.versions["device"] == "cpu":

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+CANCELLED = "the update was cancelled"
+
+LOOK_SECONDS = 1.0
+"""How often a thread that keeps weights looks whether its process ends."""
+
 _TABLES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 """What modules hold their tensors and parts in."""
 
@@ -119,7 +124,8 @@ class LayOutThread:
         self._ended = threading.Event()
         self._laid_out: LaidOut | None = None
         given = config, model, before
-        self._thread = threading.Thread(target=self._run, args=given, name="lay-out", daemon=True)
+        # No daemon: one that is in torch's code when Python ends aborts the process.
+        self._thread = threading.Thread(target=self._run, args=given, name="lay-out")
         self._thread.start()
 
     def use(self) -> None:
@@ -138,22 +144,27 @@ class LayOutThread:
         if before is not None:
             before.end(wait=True)
         try:
-            if why := problem(model):
+            if why := CANCELLED if self._over() else problem(model):
                 raise ValueError(why)
-            self._laid_out = LaidOut(config, model, str(self.folder), self._ended.is_set)
+            self._laid_out = LaidOut(config, model, str(self.folder), self._over)
         except Exception as error:  # noqa: BLE001 - vLLM's may be any; the load will say it again
             self.problem = str(error)[:MAX_VLLM_TEXT] or repr(error)
         else:
             self.problem = ""
-            self._ended.wait()
+            while not self._over():
+                self._ended.wait(LOOK_SECONDS)
             self._laid_out.free()
             self._laid_out = None
+
+    def _over(self) -> bool:
+        """Return whether they are not needed any more: they are ended, or the process ends."""
+        return self._ended.is_set() or not threading.main_thread().is_alive()
 
 
 def _until(stop: Callable[[], bool], weights: Iterator[Any]) -> Iterator[Any]:
     for each in weights:
         if stop():
-            raise ValueError("the update was cancelled")
+            raise ValueError(CANCELLED)
         yield each
 
 

@@ -257,6 +257,8 @@ class SeerWorker:
 
     def seer_sleep(self, tags: list[SleepTag], level: SleepLevel) -> None:
         """See `CpuSleep.sleep`; for CPUs, where vLLM has no sleep mode."""
+        if self.seer_laid_out is not None:
+            self.seer_laid_out.end(wait=True)  # it may still read the memory that is freed
         self.seer_memory.sleep(tags, level)
 
     def seer_zero_blocks(self, blocks: list[int]) -> None:
