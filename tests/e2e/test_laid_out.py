@@ -229,6 +229,7 @@ import sys
 from engine_cases import BASE, chunk, engine_of, one_go, run
 from shared_engines import MODEL, changed_model
 from e2e.test_laid_out import PROMPT, lay_out
+from seer.common.errors import EngineError
 
 def weights(worker):
     state = worker.model_runner.get_model().state_dict()
@@ -259,6 +260,14 @@ if __name__ == "__main__":
         backend.load_weights(MODEL, "another")
         assert parts(backend) == first
         assert not lay_out(backend, Path(sys.argv[1]), "none")
+        try:
+            backend.load_weights(Path(sys.argv[1]), "none")
+        except EngineError as error:
+            assert "could not load" in str(error)
+        else:
+            raise AssertionError("nothing is there")
+        backend.load_weights(new, "new")  # the answers of both ranks are those to this call
+        assert parts(backend) == second
     print("the same", flush=True)
 """
 

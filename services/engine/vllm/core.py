@@ -151,9 +151,18 @@ class CoreHandle:
         }
 
     def rpc(self, method: str, **arguments: object) -> list[Any]:
-        """Call a method of `SeerWorker` on every rank; return their answers in rank order."""
-        answers: list[Any] = self._engine.collective_rpc(method, timeout=self._rpc_seconds, kwargs=arguments)
-        return answers
+        """Call a method of `SeerWorker` on every rank; return their answers in rank order.
+
+        Raises `EngineError` if it failed on one of several ranks; what a rank alone raises is raised here.
+        """
+        call, seconds = self._engine.collective_rpc, self._rpc_seconds
+        if self.vllm_config.parallel_config.world_size == 1:
+            return list(call(method, timeout=seconds, kwargs=arguments))
+        found = call("seer_try", timeout=seconds, kwargs={"method": method, "arguments": arguments})
+        for _, problem in found:
+            if problem:
+                raise EngineError(problem)
+        return [answer for answer, _ in found]
 
     def send(self, method: str, **arguments: object) -> Future[Any]:
         """Do as `rpc`, without waiting: what is called later comes after it. Have few open at once."""

@@ -77,6 +77,17 @@ class SeerWorker:
     seer_base: str
     seer_laid_out: LayOutThread | None = None
 
+    def seer_try(self, method: str, arguments: dict[str, Any]) -> tuple[Any, str]:
+        """Return what a method returns, or why it failed.
+
+        Once a rank's answer is an error, vLLM leaves those of later ranks for the next call to read.
+        """
+        try:
+            return getattr(self, method)(**arguments), ""
+        except Exception as error:  # noqa: BLE001 - the engine raises it
+            _log.exception("a call of a rank failed", method=method)
+            return None, str(error) or repr(error)
+
     def seer_profile_largest_batch(self, max_draft: int, routed_experts: bool) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
         if routed_experts:
