@@ -61,12 +61,14 @@ def measured(model: Path, rate: float, steps: int) -> dict[str, Any]:
     """Return the figures of one model at one learning rate."""
     found, whole = (updates(model, rate, steps, how) for how in ("deltas", "whole"))
     seconds = [statistics.median(each[3] for each in given) for given in (found, whole)]
-    return {
+    figures = {
         "bytes": [round(sent / of, 4) for sent, of, _, _ in found],
         "why": sorted({why for _, _, why, _ in found if why}),
         "whole_seconds": round(seconds[1], 3),
         "seconds": round(seconds[0] / seconds[1], 2),
     }
+    print(model, rate, figures, file=sys.stderr)
+    return figures
 
 
 def main() -> None:
@@ -79,7 +81,7 @@ def main() -> None:
     asked = parser.parse_args()
     shipped = EXAMPLES / "countdown" / "model"
     with tempfile.TemporaryDirectory() as name:
-        models = {"float32": shipped, "bfloat16": Path(name)}
+        models = {"bfloat16": Path(name), "float32": shipped}
         AutoModelForCausalLM.from_pretrained(shipped, dtype=torch.bfloat16).save_pretrained(name)
         AutoTokenizer.from_pretrained(shipped).save_pretrained(name)
         runs = {
