@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from transformers import (
 
 from seer.client import SentWeights
 from seer.client.tensor_stream import TensorStream
-from seer.common.errors import InvalidField, Unreachable
+from seer.common.errors import InvalidField, Unreachable, WeightsRefused
 from seer.integrations import checkpoint_names
 from seer.integrations.checkpoint_names import CheckpointCopy, checkpoint_tensors
 from seer.services.engine.weights.manifest import read_manifest
@@ -174,24 +175,40 @@ def test_a_rank_with_another_checkpoint_or_none_says_so_to_all_before_tensors_ar
     assert all(isinstance(each, InvalidField) and re.search(why, str(each)) for each in found), found
 
 
+class Client:
+    """`errors`: by endpoint, what connecting fails with; by engine, why all updates are refused."""
+
+    def __init__(self, errors, endpoint, deltas):
+        self.errors, self.endpoint = errors, endpoint
+
+    async def __aenter__(self):
+        if self.endpoint in self.errors:
+            raise self.errors[self.endpoint]
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def status(self):
+        return SimpleNamespace(weight_version=3)
+
+    async def update_weights(self, version, source):
+        raise WeightsRefused(version, self.errors)
+
+
+@pytest.mark.parametrize(("whose", "kind"), [("engine-0", InvalidField), ("", WeightsRefused)])
+async def test_another_model_is_named_only_if_an_engine_refused_the_weights(
+    tmp_path, monkeypatch, whose, kind
+):
+    monkeypatch.setattr(checkpoint_names, "RolloutClient", partial(Client, {whose: "the reason"}))
+    with pytest.raises(kind, match="the reason") as found:
+        await copy_of(qwen(tmp_path), tmp_path).send("here")
+    assert ("start Seer with the same model" in str(found.value)) == bool(whose)
+
+
 @pytest.mark.parametrize("error", [Unreachable("there is no buffer"), OSError("too many open files")])
 async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch, error):
-    class Client:
-        def __init__(self, endpoint, deltas):
-            self.endpoint = endpoint
-
-        async def __aenter__(self):
-            if self.endpoint == "cut off":
-                raise error
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-        async def status(self):
-            return SimpleNamespace(weight_version=3)
-
-    monkeypatch.setattr(checkpoint_names, "RolloutClient", Client)
+    monkeypatch.setattr(checkpoint_names, "RolloutClient", partial(Client, {"cut off": error}))
     model = qwen(tmp_path)
     copies = on_each(MadeUpRanks.all_of(2), lambda rank: copy_of(model, tmp_path, ranks=rank))
     sent = [copy.send(endpoint) for copy, endpoint in zip(copies, ("here", "cut off"), strict=True)]

@@ -358,6 +358,7 @@ class CoreHandle:
 
         Raises `EngineError`, or `EngineBroken` if vLLM itself failed: its model is in no known state then.
         """
+        self._forget_laid_out()
         try:
             problems = self.rpc("seer_receive_weights", folders=folders, engine=engine)
         except Exception as error:

@@ -93,7 +93,7 @@ class CheckpointCopy:
     async def send(self, endpoint: str) -> int:
         """Send all tensors to the buffer as one more version; return the version once it is live.
 
-        Raises `InvalidField`, `Unreachable`.
+        Raises `InvalidField`, `Unreachable`, `WeightsRefused`.
         """
         source = await asyncio.to_thread(self.source)
         deltas = _SENT.setdefault(endpoint, SentWeights())
@@ -114,6 +114,8 @@ class CheckpointCopy:
             try:
                 await client.update_weights(version, source)
             except WeightsRefused as error:
+                if not any(error.reasons):  # no engine refused them
+                    raise
                 fix = f"start Seer with the same model; {error}"
                 raise InvalidField(self._field, str(self._folder), fix) from error
         return version
