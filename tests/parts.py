@@ -56,6 +56,7 @@ IMPORT_VLLM = (
     "tests/unit/test_device_paths.py",
     "tests/unit/test_kv_connector.py",
     "tests/unit/test_sleep_beside_others.py",
+    "tests/unit/test_vllm_transfer.py",
 )
 """Light, but run with engines: each worker collects all tests of its part, and vLLM's import takes seconds."""
 

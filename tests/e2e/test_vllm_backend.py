@@ -2,14 +2,17 @@
 
 import itertools
 import math
+import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from engine_cases import (
     BASE,
@@ -424,3 +427,33 @@ def test_what_cannot_be_loaded_is_refused_with_the_field_and_the_fix(tiny_model,
     assert "lower engine.kv_blocks (now None), engine.kv_cache_gib (now 1000000.0)" in memory
     assert "pool.master = 'no-such-host.invalid:7108'" in far or "Mooncake cannot be imported" in far
     assert good == "started"  # a failed start leaves nothing behind
+
+
+TWO_RANKS = """
+import sys
+from engine_cases import engine_of
+from shared_engines import MODEL
+
+if __name__ == "__main__":
+    with engine_of(MODEL, kv_blocks=40, tensor_parallel=2, cpu_cores=None):
+        pass
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_end_with_an_engine_that_is_killed_while_they_load(tmp_path):
+    file = tmp_path / "two_ranks.py"
+    file.write_text(TWO_RANKS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, file], env=environment, start_new_session=True) as engine:
+        ranks = []
+        while len(ranks) < 2:  # beside the tracker of resources
+            time.sleep(0.1)
+            assert engine.poll() is None
+            found = psutil.Process(engine.pid).children()
+            ranks = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+        engine.kill()
+    _, left = psutil.wait_procs(ranks, 90)
+    for each in left:
+        each.kill()
+    assert not left

@@ -2,12 +2,13 @@
 
 Invariants:
 - vLLM's sampler never runs, and its log-softmax and ranks only for prompts: `slot_sampler` takes their place;
+- the process of a rank ends soon after its engine's, also while it loads;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,9 @@ MEMORY_SHRANK = "Memory usage increased after sleeping."
 _log = get_logger()
 
 speculator.stand_in()  # vLLM imports this before it makes a runner
+if (_engine := multiprocessing.parent_process()) is not None:  # it may have ended by now
+    # vLLM's own watch begins once a rank has loaded all, and does not reach ranks that read over TCP.
+    end_with(_engine.pid or 0)
 
 
 class SeerWorker:
@@ -111,8 +115,6 @@ class SeerWorker:
         `kept_group`: see `ExpertRoutes.keep`.
         """
         runner = self.model_runner
-        if self.vllm_config.parallel_config.world_size > 1:
-            end_with(os.getppid())  # vLLM's own watch does not reach ranks that read over TCP
         self.seer_base = self.vllm_config.model_config.model
         self.seer_memory, self.sleep = CpuSleep(runner), sleep_beside_others(self.sleep)
         if runner.device.type == "cpu":
