@@ -58,7 +58,7 @@ IMPORT_VLLM = (
     "tests/unit/test_sleep_beside_others.py",
     "tests/unit/test_vllm_transfer.py",
 )
-"""Light, but run with engines: each worker collects all tests of its part, and vLLM's import takes seconds."""
+"""Light, but run after engines, by workers of their own: vLLM's import takes each worker seconds."""
 
 
 def _without(*paths: str) -> list[str]:
@@ -77,7 +77,8 @@ TEST = {
         ),
     ],
     "engines": [
-        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", *LONG_FIRST, *IMPORT_VLLM),
+        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", *LONG_FIRST),
+        (*PYTEST, "-n", ENGINE_WORKERS, "--dist", "loadfile", "-m", "vllm and not breadth", *IMPORT_VLLM),
         (*PYTEST, "-m", "ranks and not breadth", E2E),
     ],
 }
