@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -447,13 +448,20 @@ def test_ranks_end_with_an_engine_that_is_killed_while_they_load(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen([sys.executable, file], env=environment, start_new_session=True) as engine:
         ranks = []
-        while len(ranks) < 2:  # beside the tracker of resources
+        while len(ranks) < 2:
             time.sleep(0.1)
             assert engine.poll() is None
             found = psutil.Process(engine.pid).children()
-            ranks = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+            ranks = [each for each in found if "VLLM::Worker" in " ".join(each.cmdline())]
+        engine.send_signal(signal.SIGSTOP)
+        taken = []
+        while (
+            len(taken) < 2 or taken[-1] > taken[-2] + 0.5
+        ):  # until they have loaded, and wait for the engine
+            time.sleep(3)
+            taken.append(sum(each.cpu_times().user for each in ranks))
         engine.kill()
-    _, left = psutil.wait_procs(ranks, 90)
+    _, left = psutil.wait_procs(ranks, 60)
     for each in left:
         each.kill()
     assert not left
