@@ -154,9 +154,8 @@ def _on_a_thread(calls: Iterator[_Heard], heard: asyncio.Queue[_Heard]) -> None:
     loop = asyncio.get_running_loop()
 
     def hear(each: _Heard) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop has ended; other ranks still wait for the next call
+        # Once the loop has ended, other ranks still wait for the next call.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(heard.put_nowait, each)
 
     def run() -> None:

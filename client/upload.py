@@ -62,7 +62,7 @@ class Upload:
         self._parts = self._all_parts()
 
     def _all_parts(self) -> dict[str, _Part]:
-        stream, name = (self._plan.stream, self._name)
+        stream, name = self._plan.stream, self._name
         if self.delta is not None:
             stream, name = self.delta, self._name + DELTA
         ranges = stream.ranges()

@@ -158,3 +158,16 @@ async def roll(client, number=0, **options):
     versions = {(group.weight_version, group.weights_digest) for group in groups}
     assert len(versions) == 1
     return [r.token_ids.tolist() for group in groups for r in group.responses], versions.pop()
+
+
+def leave_no_room_for_deltas(cluster):
+    """Have the buffer's disk have no room for the files of deltas."""
+    files = cluster.services["buffer"]._spool._folder
+    begin = files.begin
+
+    def begun(stream):
+        if stream.name.endswith(".delta"):
+            raise ValueError("no room")
+        begin(stream)
+
+    files.begin = begun

@@ -45,8 +45,6 @@ ON_OWN_CORES = ("-n", ENGINE_WORKERS, "--dist", "loadfile", "--no-loadscope-reor
 
 E2E = "tests/e2e"
 
-LONG_FIRST = (VERIFY, "tests/chaos", E2E)
-
 IMPORT_VLLM = (
     "tests/property/test_chunk_gate.py",
     "tests/property/test_decode_scheduler.py",
@@ -77,7 +75,7 @@ TEST = {
         ),
     ],
     "engines": [
-        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", *LONG_FIRST),
+        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", VERIFY, "tests/chaos", E2E),
         (*PYTEST, "-n", ENGINE_WORKERS, "--dist", "loadfile", "-m", "vllm and not breadth", *IMPORT_VLLM),
         (*PYTEST, "-m", "ranks and not breadth", E2E),
     ],

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -212,16 +212,10 @@ async def updates(size: int, *, digested: bool) -> None:
     """Update to a whole model, then by deltas if digests count; print what each took."""
     if not digested:
         skip_digests()
-    count, seeds = 16, np.random.default_rng(0)
-    tensors = {
-        f"layer.{number}": seeds.integers(1, 2**14, size // 2 // count, np.uint16).view(np.float16)
-        for number in range(count)
-    }
-    found = {}
+    tensors, found = random_tensors(size, 16), {}
     endpoint = f"tcp://{HEAD}:7101"
     async with RolloutClient(endpoint, deltas=False) as whole, RolloutClient(endpoint) as client:
-        while (await client.status()).engines < NODES:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.1)
+        await engines_there(client, NODES)
         await one(whole, 1, tensors)  # to warm up
         change(tensors, 1.0, spread=False)
         found["whole"] = await one(whole, 2, tensors)
@@ -231,6 +225,21 @@ async def updates(size: int, *, digested: bool) -> None:
                 change(tensors, share, spread=spread)
                 found[kind] = await one(client, version, tensors)
     print(json.dumps(found), flush=True)
+
+
+def random_tensors(size: int, count: int) -> dict[str, np.ndarray]:
+    """Return so many float16 tensors that have `size` bytes together."""
+    seeds = np.random.default_rng(0)
+    return {
+        f"layer.{number}": seeds.integers(1, 2**14, size // 2 // count, np.uint16).view(np.float16)
+        for number in range(count)
+    }
+
+
+async def engines_there(client: RolloutClient, count: int) -> None:
+    """Wait for so many engines."""
+    while (await client.status()).engines < count:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.1)
 
 
 def change(tensors: dict[str, np.ndarray], share: float, *, spread: bool) -> None:
@@ -257,24 +266,32 @@ async def one(client: RolloutClient, version: int, tensors: dict[str, np.ndarray
     return {"seconds": seconds, "left": left}
 
 
-def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, dict[str, float]]:
-    flag = ["--digested"] if digested else []
-    processes = [start("seer-head", "serve", "buffer", "buffer", *flag)]
-    line_of(processes[0])
-    processes += [
-        start(name, "serve", "engine", name, *flag) for name, address in places.items() if address != HEAD
-    ]
+@contextlib.contextmanager
+def serving(
+    engines: Sequence[str], *flags: str, buffer: Sequence[str] = ()
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Have a buffer and replay engines in these namespaces; what is added to the list ends with them."""
+    processes = [start("seer-head", "serve", "buffer", "buffer", *flags, *buffer)]
     try:
+        line_of(processes[0])
+        processes += [start(name, "serve", "engine", name, *flags) for name in engines]
         for process in processes[1:]:
             line_of(process)
-        trainer = start("seer-head", "update", str(size), *flag)
-        found = line_of(trainer)
-        trainer.wait()
+        yield processes
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
             process.wait()
+
+
+def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, dict[str, float]]:
+    flag = ["--digested"] if digested else []
+    nodes = [name for name, address in places.items() if address != HEAD]
+    with serving(nodes, *flag) as processes:
+        processes.append(trainer := start("seer-head", "update", str(size), *flag))
+        found = line_of(trainer)
+        trainer.wait()
     return {
         kind: {
             "seconds": each["seconds"],

@@ -159,14 +159,9 @@ async def trainer(size: int, nodes: int, pids: list[int], *, digested: bool) -> 
     """Update: whole, then by deltas if digests count; print what each took, and what processes used."""
     if not digested:
         fan_out.skip_digests()
-    count, seeds, found = 32, np.random.default_rng(0), {}
-    tensors = {
-        f"layer.{number}": seeds.integers(1, 2**14, size // 2 // count, np.uint16).view(np.float16)
-        for number in range(count)
-    }
+    tensors, found = fan_out.random_tensors(size, 32), {}
     async with RolloutClient(f"tcp://{HEAD}:7101", deltas=digested) as client:
-        while (await client.status()).engines < nodes:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.1)
+        await fan_out.engines_there(client, nodes)
         # The buffer's third stream overwrites the first one's file, as all later ones do.
         for version in () if digested else (1, 2):
             await client.update_weights(version, tensors)
@@ -190,24 +185,12 @@ async def trainer(size: int, nodes: int, pids: list[int], *, digested: bool) -> 
 def run(places: dict[str, str], size: int, nodes: int, *, digested: bool) -> dict[str, Any]:
     """Return what updates of some nodes took, by kind; the trainer is beside the buffer."""
     flag = ["--digested"] if digested else []
-    script = fan_out.__file__
-    processes = [start("seer-head", "serve", "buffer", "buffer", *flag, script=script)]
-    try:
-        line_of(processes[0])
-        names = [f"seer-n{number}" for number in range(nodes)]
-        processes += [start(name, "serve", "engine", name, *flag, script=script) for name in names]
-        for process in processes[1:]:
-            line_of(process)
+    with fan_out.serving([f"seer-n{number}" for number in range(nodes)], *flag) as processes:
         pids = [str(process.pid) for process in processes]
         own = start("seer-head", "trainer", str(size), str(nodes), *pids, *flag, script=__file__)
         processes.append(own)
         found: dict[str, Any] = line_of(own)
         own.wait()
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
     return found
 
 

@@ -20,14 +20,12 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import fan_out
-import numpy as np
 from fan_out import HEAD, NODES, change, line_of, namespaces, one, sent, start
 from lib.hardware import machine
 
@@ -48,14 +46,9 @@ async def rank(number: int, size: int, engines: int, turns: int, store: str) -> 
     import torch.distributed as dist
 
     dist.init_process_group("gloo", f"tcp://{store}:{STORE_PORT}", rank=number, world_size=RANKS)
-    ranks, seeds, found = TorchRanks(), np.random.default_rng(0), []
-    tensors = {
-        f"layer.{each}": seeds.integers(1, 2**14, size // 2 // TENSORS, np.uint16).view(np.float16)
-        for each in range(TENSORS)
-    }
+    ranks, tensors, found = TorchRanks(), fan_out.random_tensors(size, TENSORS), []
     async with RolloutClient(f"tcp://{HEAD}:7101", deltas=False) as client:
-        while (await client.status()).engines < engines:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.1)
+        await fan_out.engines_there(client, engines)
 
         async def by_all(version: int) -> dict[str, Any]:
             before, started = sent(), time.perf_counter()
@@ -88,29 +81,15 @@ def updates(
 ) -> list[dict[str, Any]]:
     """Return what updates took and sent, by turn and way."""
     beside = ["--here"] if engines == ["seer-head"] else []
-    buffer = ("serve", "buffer", "buffer", "--digested", f"--write-ms={write_ms}")
-    services = [start("seer-head", *buffer, script=fan_out.__file__)]
-    line_of(services[0])
-    services += [
-        start(name, "serve", "engine", name, "--digested", *beside, script=fan_out.__file__)
-        for name in engines
-    ]
     given = [str(size), str(len(engines)), str(turns), places[TRAINERS[0]]]
-    trainers: list[subprocess.Popen[bytes]] = []
-    try:
-        for service in services[1:]:
-            line_of(service)
-        trainers += [
+    with fan_out.serving(engines, "--digested", *beside, buffer=[f"--write-ms={write_ms}"]) as processes:
+        trainers = [
             start(name, "rank", str(number), *given, script=__file__) for number, name in enumerate(TRAINERS)
         ]
+        processes += trainers
         found: list[dict[str, Any]] = line_of(trainers[0])
         for trainer in trainers:
             trainer.wait()
-    finally:
-        for process in (*trainers, *services):
-            process.terminate()
-        for process in (*trainers, *services):
-            process.wait()
     return [{way: figures(each, size) for way, each in turn.items()} for turn in found]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import multiprocessing
 import os
 import threading
 import time
@@ -14,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PARENT_SECONDS = 1.0
-"""How often `end_with` looks whether the parent is still there."""
+"""How often `end_with_parent` looks whether the parent is still there."""
 
 
 async def until_ended(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -37,14 +39,18 @@ async def until_stopped(
         raise
 
 
-def end_with(parent: int) -> None:
-    """End this process soon after its parent, which may be gone by now; also while it waits in a collective.
+@functools.cache  # one watch is enough
+def end_with_parent() -> None:
+    """End this process soon after the one that made it by multiprocessing, also within a collective.
 
-    The kernel's (PR_SET_PDEATHSIG) would follow the thread that started it, which may end before.
+    That one may be gone by now. The kernel's way (PR_SET_PDEATHSIG) would follow the thread that started this
+    process, which may end before. A process that was not made so goes on.
     """
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent.pid:
             time.sleep(PARENT_SECONDS)
         os._exit(1)
 

@@ -6,7 +6,6 @@ Commands are done in the order in which they come: ranks that are sent the same 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import queue
 import signal
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from seer.common.errors import EngineBroken, EngineError, InvalidField
-from seer.common.process.threads import end_with
+from seer.common.process.threads import end_with_parent
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
@@ -165,8 +164,7 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
     """Run a rank until the pipe is closed, or its backend fails."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the engine's process hands back first
-    engine = multiprocessing.parent_process()  # it may have ended by now
-    end_with((engine.pid or 0) if engine else 0)
+    end_with_parent()
     backend = make(rank, port)
     with contextlib.suppress(OSError):  # the engine has ended
         try:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cluster_harness import roll, running
+from cluster_harness import leave_no_room_for_deltas, roll, running
 from made_up_ranks import MadeUpRanks, in_one_loop, on_each
 from virtual_time import VIRTUAL, eventually
 
@@ -307,15 +307,7 @@ async def be_of_an_earlier_release(cluster, monkeypatch):
 
 
 async def lack_room(cluster, monkeypatch):
-    folder = cluster.services["buffer"]._spool._folder
-    begin = folder.begin
-
-    def begun(stream):
-        if stream.name.endswith(".delta"):
-            raise ValueError("no room")
-        begin(stream)
-
-    folder.begin = begun
+    leave_no_room_for_deltas(cluster)
 
 
 async def fail_to_apply_it(cluster, monkeypatch):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cluster_harness import roll, running
+from cluster_harness import leave_no_room_for_deltas, roll, running
 from virtual_time import VIRTUAL, eventually
 
 from seer.client import InvalidField, SentWeights, WeightsRefused, sent_weights
@@ -232,15 +232,7 @@ def break_next(monkeypatch, cluster, fault):
     elif fault == "a disk that fails":
         monkeypatch.setattr(spool_delta, "apply", failing)
     else:
-        folder_ = cluster.services["buffer"]._spool._folder
-        begin = folder_.begin
-
-        def begun(stream):
-            if stream.name.endswith(".delta"):
-                raise ValueError("no room")
-            begin(stream)
-
-        folder_.begin = begun
+        leave_no_room_for_deltas(cluster)
 
 
 @pytest.mark.parametrize("fault", ["apply fails", "no room"])

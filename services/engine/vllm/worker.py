@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
-from seer.common.process.threads import end_with
+from seer.common.process.threads import end_with_parent
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.backend import Routes
@@ -59,9 +58,7 @@ MEMORY_SHRANK = "Memory usage increased after sleeping."
 _log = get_logger()
 
 speculator.stand_in()  # vLLM imports this before it makes a runner
-if (_engine := multiprocessing.parent_process()) is not None:  # it may have ended by now
-    # vLLM's own watch begins once a rank has loaded all, and does not reach ranks that read over TCP.
-    end_with(_engine.pid or 0)
+end_with_parent()  # vLLM's own watch begins once a rank has loaded all, and reaches none that read over TCP
 
 
 class SeerWorker:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from seer.client import RolloutClient, SentWeights, ShardedTensors, TorchRanks
 from seer.client.sharded_tensors import Ranks, on_all, shared_out
 from seer.common.errors import InvalidField, Unreachable, WeightsRefused
+from seer.common.weights.safetensors import stored
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def checkpoint_tensors(
     unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     for name in sorted(known.keys() - types.keys() - unsaved):
         raise InvalidField("model", str(folder), f"lacks a tensor {name}, which the trainer's has; {fix}")
-    tensors = {name: known[name].to(stored.dtype) for name, stored in types.items()}
+    tensors = {name: known[name].to(dtype) for name, (dtype, _) in types.items()}
     # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
     return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
 
@@ -66,14 +66,14 @@ class CheckpointCopy:
     def __init__(self, folder: Path, field: str, *, tied: bool, ranks: Ranks | None = None) -> None:
         self._folder = folder
         self._field = field
-        self._types: dict[str, Stored] = {}
+        self._types: dict[str, tuple[torch.dtype, int]] = {}
         # A rank that raised alone would leave the others waiting in what hands tensors out.
         if len(set([self._read()] if ranks is None else on_all(ranks, self._read))) > 1:
             raise InvalidField(field, str(folder), "give all ranks the same checkpoint: they have several")
         self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
         self._ranks = ranks
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        owners = shared_out({name: each.bytes for name, each in self._types.items()}, size)
+        owners = shared_out({name: count for name, (_, count) in self._types.items()}, size)
         self._own = {name for name, owner in owners.items() if owner == rank}
         self._found: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ class CheckpointCopy:
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor. One that the checkpoint lacks is an error later: handing out is collective."""
         if name in self._own:
-            self._found[name] = tensor.detach().to("cpu", self._types[name].dtype, copy=True)
+            self._found[name] = tensor.detach().to("cpu", self._types[name][0], copy=True)
         elif name not in self._types and name not in self._ignored and not (self._ranks and self._ranks.rank):
             self._others[name] = tensor.detach().to("cpu", copy=True)
 
@@ -102,8 +102,10 @@ class CheckpointCopy:
             try:
                 client = await stack.enter_async_context(RolloutClient(endpoint, deltas=deltas))
                 version = (await client.status()).weight_version + 1
-            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-                problem = str(error) or repr(error)
+            except Exception as error:
+                if self._ranks is None:
+                    raise
+                problem = str(error) or repr(error)  # the other ranks wait to hear of it
             known = [(version, problem)]
             if self._ranks is not None:
                 known = await asyncio.to_thread(self._ranks.gather, *known)
@@ -142,7 +144,7 @@ class CheckpointCopy:
         for name in sorted(saved.keys() - self._types.keys()):
             problem = f"lacks a tensor {name}, which the trainer sends"
             raise InvalidField(self._field, str(self._folder), problem)
-        return self._found | {name: each.to(self._types[name].dtype) for name, each in saved.items()}
+        return self._found | {name: each.to(self._types[name][0]) for name, each in saved.items()}
 
 
 def all_ranks() -> Ranks | None:
@@ -183,33 +185,21 @@ def unwrapped(name: str) -> str:
     return name
 
 
-class Stored(NamedTuple):
-    """A tensor of a checkpoint."""
-
-    dtype: torch.dtype
-    bytes: int
-
-
-def checkpoint_types(folder: Path, field: str = "model") -> dict[str, Stored]:
-    """Return type and size of each tensor of a checkpoint, by name. Raises `InvalidField` for `field`."""
+def checkpoint_types(folder: Path, field: str = "model") -> dict[str, tuple[torch.dtype, int]]:
+    """Return type and bytes of each tensor of a checkpoint, by name. Raises `InvalidField` for `field`."""
     import torch
-    from safetensors import safe_open
 
     floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    types: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                part = opened.get_slice(name)
-                dtype = part.get_dtype()
-                if dtype not in floats:
-                    fix = (
-                        f"tensor {name} is {dtype}: not a plain float; give trainer and engines a model that "
-                        "is not quantized, and engines engine.vllm.quantization"
-                    )
-                    raise InvalidField(field, str(folder), fix)
-                size = math.prod(part.get_shape()) * floats[dtype].itemsize
-                types[name] = Stored(floats[dtype], size)
-    if not types:
-        raise InvalidField(field, str(folder), "give the folder of safetensors that the engines load")
-    return types
+    try:
+        found = stored(folder)
+    except (ValueError, OSError) as error:
+        fix = f"{error}; give the folder of safetensors that the engines load"
+        raise InvalidField(field, str(folder), fix) from error
+    for each in found:
+        if each.dtype not in floats:
+            fix = (
+                f"tensor {each.name} is {each.dtype}: not a plain float; give trainer and engines a model "
+                "that is not quantized, and engines engine.vllm.quantization"
+            )
+            raise InvalidField(field, str(folder), fix)
+    return {each.name: (floats[each.dtype], each.size) for each in found}
