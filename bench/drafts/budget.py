@@ -146,7 +146,7 @@ class Oracle:
     def keep(self, drafts: Drafts) -> Tokens:
         """Return how many tokens of each draft to verify."""
         right = np.arange(DEPTH) < np.minimum(drafts.right, drafts.lengths)[:, None]
-        seconds = np.array(self._costs.by_rows(len(right), right.size))
+        seconds = self._costs.by_rows(len(right), right.size)
         return choose_lengths(right.astype(np.float64), seconds, 0.0)
 
     def learn(self, keep: Tokens, drafts: Drafts) -> None:

@@ -138,6 +138,7 @@ class DraftBudget:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._all = np.zeros((2, _CELLS))  # tokens verified and right, of all groups
+        self._common = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
         self._tables = _Tables(16)
 
     def slot(self, group_id: str, reported: Sequence[float] = ()) -> int:
@@ -152,7 +153,7 @@ class DraftBudget:
             return slot
         group = self._tables
         group.reported[slot] = bool(reported)
-        group.prior[slot] = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        group.prior[slot] = self._common
         if reported:
             group.prior[slot, :CELLS] = reported
         group.rates[slot] = _rates(group.counts[slot], group.prior[slot], GROUP_WEIGHT)
@@ -254,9 +255,9 @@ class DraftBudget:
         totals = fresh[:, 0].sum(axis=1)
         counts = group.counts[slots] * 0.5 ** (totals / HALF_LIFE)[:, None, None] + fresh
         self._all = self._all * 0.5 ** (totals.sum() / HALF_LIFE) + fresh.sum(axis=0)
-        common = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        self._common = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
         reported = group.reported[slots, None] & (np.arange(_CELLS) < CELLS)
-        prior = np.where(reported, group.prior[slots], common)
+        prior = np.where(reported, group.prior[slots], self._common)
         group.counts[slots], group.prior[slots], group.fresh[slots] = counts, prior, 0
         group.rates[slots] = _rates(counts, prior, GROUP_WEIGHT)
 
@@ -272,7 +273,7 @@ class DraftBudget:
         """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens."""
         if batch != self._batch or most >= len(self._seconds):
             self._batch = batch
-            self._seconds = np.array(self._costs.by_rows(batch, max(most, batch * self._width)))
+            self._seconds = self._costs.by_rows(batch, max(most, batch * self._width))
         whole, each = self._costs.longer(batch, self.context)
         if not whole and not each:
             return self._seconds[: most + 1]

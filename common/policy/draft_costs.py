@@ -19,6 +19,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
 from seer.common.policy.graph_times import Axis, GraphTimes
@@ -89,17 +91,16 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def seconds(self, batch: int, gamma: float) -> float:
         """Return T(batch, gamma), linear between and beyond what was measured, but for jumps of graphs."""
         if self.graphs is not None:
-            return self.by_rows(batch, round(batch * gamma))[-1]
+            return float(self.by_rows(batch, round(batch * gamma))[-1])
         drafts, curve = self._curve(batch)
         return _line(drafts, curve, gamma)
 
-    def by_rows(self, batch: int, most: int) -> list[float]:
+    def by_rows(self, batch: int, most: int) -> NDArray[np.float64]:
         """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens in all."""
         if self.graphs is not None:
-            times: list[float] = self.graphs.by_rows(self.batches, batch, most).tolist()
-            return times
-        drafts, curve = self._curve(batch)
-        return [_line(drafts, curve, drafted / batch) for drafted in range(most + 1)]
+            return self.graphs.by_rows(self.batches, batch, most)
+        times: NDArray[np.float64] = np.interp(np.arange(most + 1) / batch, *self._curve(batch))
+        return times
 
     def longer(self, batch: int, context: float) -> tuple[float, float]:
         """Return the further seconds of a step of `batch` requests with `context` tokens on average.

@@ -4,8 +4,8 @@ Invariants (tests/property/test_draft_switch.py asserts them):
 - in the long run the tokens/s are at least 0.99 of the better way's, 0.97 where steps vary by a quarter; in a
   run of 400 steps, begun with a wrong prior, at least 0.98 where the worse way has 0.7;
 - what turns out to be better later on is found;
-- how many requests run, how long their responses are, and single slow steps do not count as an effect of
-  drafts.
+- how many requests run, how long their responses are, the prompts of those that join, and single slow steps
+  do not count as an effect of drafts.
 
 What a step really costs is in no profile: chunks that come and go, streams, the interpreter, other processes.
 So steps run in slices that all draft, or all do not. Of two slices in a row that differ, the second is
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 TRY_SHARE, FIRST_SHARE, FIRST_SLICES = 0.004, 0.006, 64
 """Share of the time that tries of the worse way may lose, and the share in a situation's first slices: drafts
@@ -50,6 +51,9 @@ LATEST = 0.3
 DOUBT, SURE = 0.06, 9
 """Drafts are taken to be better if they gain more than the first by the root of the number of comparisons, of
 which the second count: one may be off by as much, and where drafts hardly gain, little is lost without."""
+
+PROMPTS_KEPT, MOST_PREFILL = 0.95, 0.9
+"""How much of what was learnt of a prompt's tokens stays after a slice, and most of a step that they take."""
 
 LARGEST = math.log(1.5)
 """By how much more a single comparison may differ from the estimate before it."""
@@ -112,13 +116,36 @@ class _Slice:
     tokens: int = 0
     whole: float = 0.0
     seconds: list[float] = field(default_factory=list)
+    prefilled: list[int] = field(default_factory=list)
 
-    @property
-    def rate(self) -> float:
-        """Tokens/s, as if no step had been slow by chance."""
-        times = sorted(self.seconds)
+    def rate(self, prompt: float) -> float:
+        """Tokens/s, as if no step had been slow by chance, or had prefilled tokens of `prompt` seconds each."""
+        times = sorted(
+            each - min(prompt * tokens, MOST_PREFILL * each)
+            for each, tokens in zip(self.seconds, self.prefilled, strict=True)
+        )
         usual = times[math.ceil(len(times) * (1 - SLOW_SHARE)) - 1]
         return self.tokens / sum(min(each, usual) for each in times)
+
+
+class _PromptSeconds:
+    """Seconds that a step takes longer for each token that it prefills: a slope within slices."""
+
+    def __init__(self) -> None:
+        self._steps = self._products = self._tokens = self._seconds = 0.0
+
+    def learn(self, ended: _Slice) -> float:
+        """Learn from a slice; return what is known now."""
+        tokens, seconds = fmean(ended.prefilled), fmean(ended.seconds)
+        pairs = [(a - tokens, b - seconds) for a, b in zip(ended.prefilled, ended.seconds, strict=True)]
+        self._steps = PROMPTS_KEPT * self._steps + len(pairs) - 1
+        self._products = PROMPTS_KEPT * self._products + sum(a * b for a, b in pairs)
+        self._tokens = PROMPTS_KEPT * self._tokens + sum(a * a for a, _ in pairs)
+        self._seconds = PROMPTS_KEPT * self._seconds + sum(b * b for _, b in pairs)
+        if self._products <= 0:
+            return 0.0
+        known = self._products**2 / (self._tokens * self._seconds)  # r squared
+        return max(0.0, 1 - (1 - known) / (known * self._steps)) * self._products / self._tokens
 
 
 class DraftSwitch:
@@ -133,6 +160,7 @@ class DraftSwitch:
         self._situations: dict[tuple[int, int], _Situation] = {}
         self._slice: _Slice | None = None
         self._before: _Slice | None = None  # the slice just before, if it ended regularly
+        self._prompts = _PromptSeconds()
         self._drafts = True
 
     def begin(self, running: int, tokens: Callable[[], float]) -> bool:
@@ -148,8 +176,11 @@ class DraftSwitch:
         self._drafts = now.drafts
         return now.drafts
 
-    def end(self, tokens: int, seconds: float, *, usual: bool = True) -> None:
-        """Count a step of `seconds` that generated `tokens`; not `usual`: it filled the batch, or waited."""
+    def end(self, tokens: int, seconds: float, *, usual: bool = True, prefilled: int = 0) -> None:
+        """Count a step of `seconds` that generated `tokens`, and computed `prefilled` of prompts.
+
+        Not `usual`: it filled the batch, or waited.
+        """
         now = self._slice
         if now is None:
             return
@@ -159,6 +190,7 @@ class DraftSwitch:
         elif usual and seconds > 0:
             now.tokens += tokens
             now.seconds.append(seconds)
+            now.prefilled.append(prefilled)
             if len(now.seconds) == now.steps:
                 self._close(now)
 
@@ -180,10 +212,11 @@ class DraftSwitch:
     def _close(self, ended: _Slice) -> None:
         before, self._before, self._slice = self._before, ended, None
         known, was_try = ended.situation, ended.drafts != ended.situation.drafts
+        prompt = self._prompts.learn(ended)
         if (
             before is not None and before.situation is known and before.drafts != ended.drafts
             and before.tokens and ended.tokens
         ):  # fmt: skip
-            faster = math.log(ended.rate / before.rate)
+            faster = math.log(ended.rate(prompt) / before.rate(prompt))
             known.add_gain(faster if ended.drafts else -faster)
         known.add_slice(ended.whole, was_try=was_try)

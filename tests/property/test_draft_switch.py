@@ -20,6 +20,9 @@ PROPOSING = 1.1
 DRAFT = 4
 """Tokens of a draft."""
 
+PROMPT = 30
+"""Tokens of a prompt; so many take a step's time, beside 256 requests."""
+
 
 class World:
     """An engine: `gain(step)` is tokens/s with drafts over those without; one step after a change has none.
@@ -35,6 +38,7 @@ class World:
         self.gain, self.noise, self.slow, self.drift = gain, noise, slow, drift
         self.dice = random.Random(seed)
         self.speed, self.step, self.drafted = 1.0, 0, False
+        self.joins: Callable[[int], int] = lambda step: 0
 
     def run(self, steps: int, running: int = 64, tokens: float = 8.0) -> float:
         """Run steps of so many requests with responses of so many tokens; return the share."""
@@ -47,7 +51,9 @@ class World:
             seconds = STEP * self.speed * math.exp(self.dice.gauss(0, self.noise))
             seconds *= 5 if self.dice.random() < self.slow else 1
             seconds *= (PROPOSING if settles else LONGER) if drafts else 1
-            self.switch.end(self._tokens(running, drafts, settles, gain), seconds)
+            prefilled = self.joins(self.step)
+            seconds += STEP * prefilled / (64 * PROMPT)
+            self.switch.end(self._tokens(running, drafts, settles, gain), seconds, prefilled=prefilled)
             made += (1 / PROPOSING if settles else gain) if drafts else 1.0
             best += max(1.0, gain)
             self.step += 1
@@ -134,6 +140,17 @@ def test_requests_that_come_and_go_are_not_taken_for_an_effect_of_drafts():
         switch.end(running, 0.004 + 0.0001 * running * math.exp(dice.gauss(0, 0.02)))
         gains += [known.gain for known in switch._situations.values()]
     assert max(map(abs, gains)) < 0.05
+
+
+@pytest.mark.parametrize("gain", [0.85, 1.15])
+def test_prompts_of_those_that_join_are_not_taken_for_an_effect_of_drafts(gain):
+    """Short responses end in waves: a slice in which many requests join is followed by one in which few do."""
+    shares = []
+    for seed in range(10):
+        world = World(constant(gain), prior=gain < 1, seed=seed, noise=0.05)
+        world.joins = lambda step: (60 if step % 16 > 8 else 4) * PROMPT
+        shares.append(world.run(700, running=256))
+    assert sum(shares) / len(shares) >= 0.97
 
 
 def test_steps_that_fill_the_batch_do_not_count():

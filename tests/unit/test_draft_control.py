@@ -109,8 +109,8 @@ class Script:
     def begin(self, requests, tokens):
         return self.says.pop(0)
 
-    def end(self, tokens, seconds, *, usual):
-        self.told.append((tokens, seconds, usual))
+    def end(self, tokens, seconds, *, usual, prefilled):
+        self.told.append((tokens, seconds, usual, prefilled))
 
 
 def test_a_switch_that_turns_travels_with_the_step_that_it_is_for(ranks):
@@ -119,11 +119,11 @@ def test_a_switch_that_turns_travels_with_the_step_that_it_is_for(ranks):
     for _ in range(4):
         control.begin(chunk())
         control.begin_step(1, lambda: 0.0)
-        control.end_step(3, 0.1, usual=True)
+        control.end_step(3, 0.1, usual=True, prefilled=7)
     first, *switched = ranks.sent
     assert first == [("open", "g")]
     assert switched == [[("switch", False)], [("switch", True)]]
-    assert control._switch.told == [(3, 0.1, True)] * 4
+    assert control._switch.told == [(3, 0.1, True, 7)] * 4
     assert ranks.waited == []
 
 

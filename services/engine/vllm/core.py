@@ -260,6 +260,11 @@ class CoreHandle:
         drafts: Mapping[str, Sequence[int]] = self.engine_core.scheduler.verified
         return drafts
 
+    @property
+    def prefilled(self) -> int:
+        """How many tokens of prompts that step computed."""
+        return int(self.engine_core.scheduler.prefilled)
+
     def draft_next(self, length: int) -> None:
         """Have every request draft so many tokens after the next step, where steps are scheduled ahead.
 

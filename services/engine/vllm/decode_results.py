@@ -34,7 +34,7 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
 
     `draft_length`, to be set before a step is scheduled ahead: how many drafts the worker makes after it for
     each request. `verified`: the drafts by request, or their placeholders, that were in the step whose
-    results came last. `last_blocks`: of the requests that are in it, the blocks that they had at their ends,
+    results came last; `prefilled`: how many tokens of prompts it computed. `last_blocks`: of the requests that are in it, the blocks that they had at their ends,
     of the group of layers `kept_group`.
     """
 
@@ -51,6 +51,7 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
         self.short_updates = 0
         self.draft_length: int = self.num_spec_tokens
         self.verified: dict[str, list[int]] = {}
+        self.prefilled = 0
         self.kept_group = 0
         self.last_blocks: dict[str, list[int]] = {}
 
@@ -72,6 +73,8 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM's."""
         self.verified, rows = scheduler_output.scheduled_spec_decode_tokens, None
+        one_each = len(scheduler_output.num_scheduled_tokens) + sum(map(len, self.verified.values()))
+        self.prefilled = scheduler_output.total_num_scheduled_tokens - one_each
         if self._is_plain(model_runner_output):
             rows = self._rows_of(scheduler_output)
         if rows is None:

@@ -151,11 +151,11 @@ class Drafting:
             self._chosen_for, self._chosen_steps = requests, CHOICE_STEPS
         return self._chosen
 
-    def end_step(self, tokens: int, seconds: float, *, usual: bool) -> None:
+    def end_step(self, tokens: int, seconds: float, *, usual: bool, prefilled: int = 0) -> None:
         """Count what a step brought; see `DraftSwitch.end`."""
         as_wanted = self.agreed is None or bool(self.agreed) == bool(self.wanted)
         if self._switch is not None and as_wanted:
-            self._switch.end(tokens, seconds, usual=usual)
+            self._switch.end(tokens, seconds, usual=usual, prefilled=prefilled)
         if self._length is not None and self._learnt:
             for (forks, drafted, accepted), times in self._learnt.items():
                 self._length.learn(forks, drafted, accepted, times)
@@ -223,7 +223,9 @@ class Drafting:
         gone = self._open.intersection(names)
         self._open -= gone
         self._verified -= gone
-        if gone:
+        if gone and self._queued and self._queued[-1][0] == "forget":  # ends come together
+            self._queued[-1][1]["groups"].extend(sorted(gone))
+        elif gone:
             self._queue("forget", groups=sorted(gone))
 
     def clear(self) -> None:
