@@ -119,7 +119,7 @@ class _Slice:
     prefilled: list[int] = field(default_factory=list)
 
     def rate(self, prompt: float) -> float:
-        """Tokens/s, as if no step had been slow by chance, or had prefilled tokens of `prompt` seconds each."""
+        """Tokens/s, as if no step had been slow by chance, or for prompts, of `prompt` seconds a token."""
         times = sorted(
             each - min(prompt * tokens, MOST_PREFILL * each)
             for each, tokens in zip(self.seconds, self.prefilled, strict=True)

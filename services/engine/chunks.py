@@ -28,9 +28,9 @@ class RunningChunk:
     """A running chunk; `length` counts the response's tokens after its prompt, this chunk's included.
 
     `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
-    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer. `extras`: what
-    comes beside the others, by word. `routes_from`: see `Chunk`. `told`: it was told to end where it stands.
-    `ahead`: see `wire.RunChunk`.
+    turn of the response may follow. Of `tokens` the first `sent` were streamed to the buffer, and the first
+    `shared` given to the dgds. `extras`: what comes beside the others, by word. `routes_from`: see `Chunk`.
+    `told`: it was told to end where it stands. `ahead`: see `wire.RunChunk`.
     """
 
     group_id: str
@@ -43,6 +43,7 @@ class RunningChunk:
     parks: bool = False
     stream: bool = False
     sent: int = 0
+    shared: int = 0
     routes_from: int | None = None
     told: bool = False
     ahead: bool = False

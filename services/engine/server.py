@@ -1,4 +1,4 @@
-"""One engine: takes chunks from the buffer, returns their tokens, and sends these to the dgds as they come.
+"""One engine: takes chunks from the buffer, returns their tokens, and shares these with others by the dgds.
 
 Invariants (tests/unit/test_engine_server.py asserts them):
 - every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
@@ -34,11 +34,10 @@ from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import port_environment
 from seer.common.process.log import get_logger
-from seer.services.dgds.client import FLUSH_SECONDS, DgdsClient
+from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.best_speed import Pace
 from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk, tell_to_end
-from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.images import EngineImages
 from seer.services.engine.leaving import Leaving
@@ -46,6 +45,7 @@ from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
 from seer.services.engine.nodes.same_settings import Meeting, check_nodes, meeting
 from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.token_sharing import TokenSharing
 from seer.services.engine.weights.holders import OFF, Peers
 from seer.services.engine.weights.updater import Answer, WeightUpdater
 
@@ -120,12 +120,13 @@ class EngineServer:
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
-        self._uses_dgds = config.drafts.source in ("grouped", "late")
         self._head = "" if inline else config.drafts.head
-        self._draft_groups = DraftGroups() if self._uses_dgds and not inline else None
-        self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, flush_seconds=FLUSH_SECONDS)
+        self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock)
         self._pace, self._ahead_tokens = Pace(), 0
         self.running: dict[str, RunningChunk] = {}
+        self.sharing: TokenSharing | None = None
+        if config.drafts.source in ("grouped", "late"):
+            self.sharing = TokenSharing(self.dgds, self.running, self._driver, clock, drafts=not inline)
         self._held: dict[str, wire.RunChunk] = {}  # running chunks that wait for images
         self._images = EngineImages(settings.image_bytes, clock, self._give, self._lack, self._wake)
         self._places: set[Place] = set()  # of running chunks
@@ -193,9 +194,10 @@ class EngineServer:
                         self._peers.run(),
                         self._driver.run(),
                         self.dgds.run(),
-                        self._fetch_draft_tokens(),
                     )
                 ]
+                if self.sharing is not None:
+                    serving.append(tasks.create_task(self.sharing.run()))
                 if self._nodes is not None:
                     serving.append(tasks.create_task(self._nodes.run()))
                 await self._leaving.wait()
@@ -253,12 +255,8 @@ class EngineServer:
             return
         self.running[order.request_id] = run
         self._places.add(run.place)
-        if self._draft_groups is not None:
-            self._draft_groups.chunk_started(run.group_id, run.index)
-        if self._uses_dgds:
-            if order.draft_prompt or not order.draft_group:  # every engine must find the same dgds
-                self.dgds.register(run.group_id, order.draft_prompt or order.tokens[: order.prompt_len])
-            self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
+        if self.sharing is not None:
+            self.sharing.begin(run, order)
         self._held[order.request_id] = order
         if order.images:
             self._images.hold(order.request_id, [place.name for place in order.images])
@@ -300,23 +298,8 @@ class EngineServer:
         self._held.pop(request_id, None)
         self._unsent.pop(request_id, None)
         self._images.release(request_id)
-        if self._draft_groups is not None:
-            self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
-
-    async def _fetch_draft_tokens(self) -> None:
-        """Feed the draft trees of groups that run here with what their other responses got elsewhere."""
-        groups = self._draft_groups
-        while groups is not None:
-            await self._clock.sleep(FLUSH_SECONDS)
-            if gone := groups.evict():
-                self.dgds.forget(gone)
-                self._driver.forget(gone)
-            own = groups.to_fetch(self._clock.now())
-            deltas = await self.dgds.fetch(own, own) if own else []
-            for delta in deltas:
-                groups.add_tokens(delta.group_id, len(delta.tokens))
-            if deltas:
-                self._driver.feed(deltas)
+        if self.sharing is not None:
+            self.sharing.leave(run, finished=finished)
 
     # --- for the weight updater: nothing here blocks --------------------------------------
 
@@ -327,8 +310,8 @@ class EngineServer:
 
     def weights_loaded(self) -> None:
         """Forget what followed from the old weights: drafts of their tokens would seldom be accepted."""
-        if self._draft_groups is not None:
-            self.dgds.forget(self._draft_groups.clear())
+        if self.sharing is not None:
+            self.sharing.forget_all()
 
     def answer(self, message: Answer) -> None:
         """Send an answer to the buffer."""
@@ -350,14 +333,10 @@ class EngineServer:
             run = self.running.get(generated.request_id)
             if run is None or run.serial != generated.attempt:
                 continue
-            if self._uses_dgds:
-                self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
             run.add(generated)
             self._ahead_tokens += len(generated.token_ids) if run.ahead else 0
             if run.told or (run.stream and generated.token_ids):
                 self._came(generated.request_id, run)
-            if self._draft_groups is not None:
-                self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
             run = self.running.get(end.request_id)
             if run is not None and run.serial == end.attempt:
@@ -478,6 +457,8 @@ class EngineServer:
     async def _leave(self) -> None:
         """Send the results there are, say goodbye, close the backend."""
         for request_id, run in self.running.items():
+            if self.sharing is not None:
+                self.sharing.leave(run, finished=False)
             # Else the backend failed: only complete chunks count.
             if len(run.tokens) > run.sent and self._leaving.begun:
                 self._ended.append((ChunkEnd(request_id=request_id, attempt=run.serial, finish=""), run))

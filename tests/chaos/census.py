@@ -27,7 +27,7 @@ KEPT = (
     r"^DgdsServer\._past\._prompts",  # what is remembered of earlier iterations: bounded by tokens
     r"^BufferServer\._kept\._files(\[\]|\[\]\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
     r"^BufferServer\._images\.machine\._kept|^EngineServer\._images\._kept",  # bounded by bytes
-    r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
+    r"^EngineServer\.(sharing|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )
 """Tables that outlive what they speak of, each with a bound of its own."""
 

@@ -117,6 +117,7 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     backend = ChaosBackend(config, nature)
     server = EngineServer(config, transport, clock, backend)
     server._driver = server._updater._driver = ChaosDriver(backend, server, clock, nature)
-    server._draft_groups = DraftGroups()
+    assert server.sharing is not None
+    server.sharing.groups = DraftGroups()
     server._updater.checker.model = Manifest({"w": Tensor("F32", (1000,))}, "")  # to compare plans with
     return server

@@ -52,7 +52,6 @@ from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
 from seer.services.dgds import server as dgds_server
 from seer.services.engine import images as engine_images
-from seer.services.engine import server as engine_server
 from seer.services.engine.weights import updater
 from seer.services.engine.weights.holders import Buffer, Holder
 
@@ -303,7 +302,6 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(conductor, "node_id", return_value="the buffer's"),
             mock.patch.object(updater, "node_id", functools.partial(_node, plan)),
             mock.patch.object(fan_out, "FAN_OUT", plan.fan_out),
-            mock.patch.object(engine_server, "FLUSH_SECONDS", 0.2),
             mock.patch.object(dgds_server, "TTL_SECONDS", 20.0),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(upload, "SPOOL_BYTES", PART_BYTES),

@@ -357,16 +357,6 @@ async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
         assert set(buffer.results()) == {("0", 2)}
 
 
-async def test_the_dgds_hears_the_buffers_attempt():
-    async with engine() as (buffer, server, *_):
-        heard = []
-        server.dgds.begin = lambda group, index, attempt, output: heard.append(attempt)
-        server.dgds.append = lambda group, index, attempt, previous, tokens: heard.append(attempt)
-        await buffer.run(new=5, attempt=7)
-        await eventually(lambda: bool(buffer.results()))
-        assert heard == [7] * 6
-
-
 async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()

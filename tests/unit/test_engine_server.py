@@ -364,7 +364,7 @@ async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_ru
 
 async def test_a_response_whose_turn_ended_here_may_go_on_elsewhere_and_is_fetched_then():
     async with engine() as (buffer, server, *_):
-        server._draft_groups = groups = DraftGroups()
+        server.sharing.groups = groups = DraftGroups()
         short = {"sampling": SamplingParams(max_tokens=5, ignore_eos=True)}
         await buffer.run(0, 500)
         await buffer.run(1, 5, parks=True, **short)

@@ -272,7 +272,8 @@ class VllmBackend:
             self._drafting.end_step(
                 sum(len(each.token_ids) for each in result.generated),
                 ended - (self._busy_since or begun),
-                usual=self._joined < MOST_JOINED * len(outputs), prefilled=self.core.prefilled,
+                usual=self._joined < MOST_JOINED * len(outputs),
+                prefilled=self.core.prefilled,
             )
             if len(outputs) == len(self._runs) and not self._joined:
                 self._drafting.check_profile(len(outputs), self._mean_context, result.seconds)

@@ -34,8 +34,8 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
 
     `draft_length`, to be set before a step is scheduled ahead: how many drafts the worker makes after it for
     each request. `verified`: the drafts by request, or their placeholders, that were in the step whose
-    results came last; `prefilled`: how many tokens of prompts it computed. `last_blocks`: of the requests that are in it, the blocks that they had at their ends,
-    of the group of layers `kept_group`.
+    results came last; `prefilled`: how many tokens of prompts that step computed. `last_blocks`: of the
+    requests that are in it, the blocks that they had at their ends, of the group of layers `kept_group`.
     """
 
     ahead = False
