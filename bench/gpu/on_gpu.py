@@ -6,12 +6,14 @@
     python bench/gpu/on_gpu.py verify --out runs/gpu    # the same tokens
     python bench/gpu/on_gpu.py drafts --out runs/gpu    # with drafts, against bare vLLM, in every cell
     python bench/gpu/on_gpu.py all --cpu --out runs/gpu-cpu     # a dry run, tiny, of all five
+    python bench/gpu/on_gpu.py brief --out runs/gpu     # the least of `verify`, `split` and `drafts`, 9 min
 
-Run them in this order; `verify` before `graphs` when late. Each has a deadline for itself and for each of its
-pieces, whose processes are killed then. A piece is a command; what it prints is in OUT/COMMAND/PIECE.log, its
-figures, which it writes after each cell, in PIECE.json. At the end a command writes OUT/COMMAND.json and
-prints its verdict (`verdicts.py`), also from what an ended piece left. Compiled kernels are kept in
-build/gpu-cache. The exit code is 1 if a piece failed, whatever the verdict.
+Run them in this order; `verify` before `graphs` when late, only `gate` and `brief` in a quarter of an hour.
+Each has a deadline for itself and for each of its pieces, whose processes are killed then. A piece is a
+command; what it prints is in OUT/COMMAND/PIECE.log, its figures, which it writes after each cell, in
+PIECE.json. At the end a command writes OUT/COMMAND.json and prints its verdict (`verdicts.py`), also from
+what an ended piece left. Compiled kernels are kept in build/gpu-cache. The exit code is 1 if a piece failed,
+whatever the verdict.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ SMALL = ("engine.gpu_memory_utilization=0.4", "engine.kv_blocks=8192")
 """Little memory, and room for what others take while an engine measures its own."""
 
 WORK = ("-n", "4", "--max-tokens", "256")
+FEWER = ("-n", "4", "--max-tokens", "64")
 CELLS = "chunk-16,synchronous,preempt,drafts-right,drafts-random"
 GPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench"))}),
@@ -132,6 +135,15 @@ GPU = {
 }  # fmt: skip
 """Together 28 minutes: two of the half hour are for starting the machine and unpacking."""
 
+BRIEF = Command(
+    540,
+    {
+        "ways-bfloat16": ways(140, BFLOAT16, *SMALL),
+        "verify-bfloat16": same_tokens(140, "synchronous,drafts-right", FEWER, BFLOAT16, *SMALL),
+        "rates": rates(400, "vllm grouped off engine", "512x64 512x1 16x256", 1),
+    },
+)
+
 TINY = ("-n", "1", "--max-tokens", "32", "--min-tokens", "500")
 FEW = ("engine.max_num_seqs=8", "engine.max_model_len=512", "engine.kv_cache_gib=0.5")
 WAYS = ("--set", "engine.kv_cache_gib=0.5")
@@ -152,6 +164,14 @@ CPU = {
     "drafts": Command(430, {"rates": Piece(425, script("rates", *QUICK, "grouped"))}),
 }  # fmt: skip
 """The same commands with the same limits, on the shipped model."""
+
+CPU_BRIEF = Command(
+    540,
+    {
+        "verify-float32": same_tokens(140, "chunk-16", TINY, *FEW),
+        "rates": Piece(400, script("rates", *QUICK, "grouped", "off")),
+    },
+)
 
 
 def run_piece(piece: Piece, out: Path, end: float) -> dict[str, float]:
@@ -235,11 +255,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=[*GPU, "all"])
+    parser.add_argument("command", choices=[*GPU, "brief", "all"])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--cpu", action="store_true", help="a dry run: the shipped model, tiny, on CPUs")
     given = parser.parse_args()
-    commands = CPU if given.cpu else GPU
+    commands = CPU | {"brief": CPU_BRIEF} if given.cpu else GPU | {"brief": BRIEF}
     failed = False
     for name in GPU if given.command == "all" else [given.command]:
         report = run(name, commands[name], given.out.resolve())

@@ -155,3 +155,10 @@ def drafts(found: Found) -> Verdict:
         return "incomplete", line
     enough = all(each >= WITH_DRAFTS.get(cell, LEAST) for cell, each in best.items())
     return "pass" if enough else "short", line
+
+
+def brief(found: Found) -> Verdict:
+    """Say what `verify`, `split` and `drafts` say of what there is."""
+    each = [verify(found), split(found | {"profile": {}}), drafts(found)]
+    worst = max((status for status, _ in each), key=["pass", "short", "incomplete"].index)
+    return worst, "; ".join(line for _, line in each)

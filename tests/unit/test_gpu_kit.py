@@ -41,11 +41,18 @@ def test_five_commands_take_at_most_28_minutes_and_none_more_than_ten(on_gpu):
             assert all(piece.seconds <= command.seconds for piece in command.pieces.values())
 
 
+def test_a_quarter_of_an_hour_has_room_for_the_gate_the_least_of_the_rest_and_a_start(on_gpu):
+    for gate, brief in ((on_gpu.GPU["gate"], on_gpu.BRIEF), (on_gpu.CPU["gate"], on_gpu.CPU_BRIEF)):
+        assert brief.seconds <= 600
+        assert gate.seconds + brief.seconds <= 12 * 60
+        assert sum(piece.seconds for name, piece in brief.pieces.items() if name != "rates") <= 300
+
+
 def test_pieces_name_what_there_is(on_gpu):
     pieces = [
         (command, piece)
         for commands in (on_gpu.GPU, on_gpu.CPU)
-        for command in commands.values()
+        for command in (*commands.values(), on_gpu.BRIEF, on_gpu.CPU_BRIEF)
         for piece in command.pieces.values()
     ]
     for command, piece in pieces:
@@ -198,6 +205,21 @@ def test_the_verdict_on_drafts(verdicts):
     for cell, ratio in (("512x1", 1.9), ("512x64", 1.2), ("16x256", 0.97)):
         assert verdicts.drafts({"rates": rated(cells | {cell: {"grouped": ratio}})})[0] == "short"
     assert verdicts.drafts({})[0] == "incomplete"
+
+
+def test_the_brief_verdict_is_the_worst_of_three(verdicts):
+    good = {"passed": True, "bug": 0, "numeric": 3, "tokens_compared": 5000}
+    cells = {"512x64": {"grouped": 1.4, "off": 1.0}, "16x256": {"grouped": 0.99, "off": 0.98}}
+    found = {"verify-bfloat16": good, "rates": rated(cells)}
+    status, line = verdicts.brief(found)
+    assert status == "pass"
+    assert line.startswith(
+        "0 bugs in 5000 tokens; 512x64: off 1.00; best of Seer 512x64 1.00, 16x256 0.98; best"
+    )
+    slow = rated(cells | {"512x64": {"grouped": 1.2, "off": 1.0}})
+    assert verdicts.brief(found | {"rates": slow})[0] == "short"
+    assert verdicts.brief(found | {"verify-bfloat16": good | {"bug": 1}})[0] == "short"
+    assert verdicts.brief({"rates": slow})[0] == "incomplete"
 
 
 def test_rates_are_written_after_each_cell_and_ratios_are_of_the_same_turns(monkeypatch, tmp_path):
