@@ -195,7 +195,8 @@ class DraftSwitch:
                 self._close(now)
 
     def _next(self, running: int, tokens: float) -> _Slice:
-        place = round(math.log2(running)), round(math.log(1 + tokens, 8))
+        # Responses of a wave all begin at once: their first steps are no situation of their own.
+        place = round(math.log2(running)), max(1, round(math.log(1 + tokens, 8)))
         known = self._situations.get(place)
         if known is None:
             known = self._situations[place] = _Situation(self._first_guess(place, running))
