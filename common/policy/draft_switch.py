@@ -142,10 +142,11 @@ class _PromptSeconds:
         self._products = PROMPTS_KEPT * self._products + sum(a * b for a, b in pairs)
         self._tokens = PROMPTS_KEPT * self._tokens + sum(a * a for a, _ in pairs)
         self._seconds = PROMPTS_KEPT * self._seconds + sum(b * b for _, b in pairs)
-        if self._products <= 0:
+        known = self._products**2 * self._steps
+        chance = self._tokens * self._seconds - self._products**2
+        if self._products <= 0 or known <= chance:  # nothing is, once all has faded
             return 0.0
-        known = self._products**2 / (self._tokens * self._seconds)  # r squared
-        return max(0.0, 1 - (1 - known) / (known * self._steps)) * self._products / self._tokens
+        return (1 - chance / known) * self._products / self._tokens
 
 
 class DraftSwitch:

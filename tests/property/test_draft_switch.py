@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.common.policy.draft_switch import DraftSwitch, _Situation
+from seer.common.policy.draft_switch import DraftSwitch, _PromptSeconds, _Situation, _Slice
 
 STEP = 0.005
 LONGER = 1.5
@@ -170,6 +170,18 @@ def test_short_responses_that_begin_together_are_one_situation(wave, gain, prior
         world.run(600)
         shares.append(world.run(2_000))
     assert sum(shares) / len(shares) >= 0.985
+@pytest.mark.parametrize("later", [[0.005, 0.006] * 4, [0.005] * 8])
+def test_what_was_learnt_of_prompts_may_fade_to_nothing(later):
+    """Requests of a single user are not counted as they join, and an engine may have no others for hours."""
+    known = _PromptSeconds()
+    assert known.learn(slice_of([0.005, 0.006] * 4, [0, 100] * 4)) == pytest.approx(1e-5)
+    found = [known.learn(slice_of(later, [0] * 8)) for _ in range(16_000)]
+    assert 0 <= min(found) <= max(found) < 1.1e-5
+    assert found[-1] == 0
+
+
+def slice_of(seconds, prefilled):
+    return _Slice(_Situation(False), 64, False, len(seconds), 0, 0, sum(seconds), seconds, prefilled)
 
 
 def test_steps_that_fill_the_batch_do_not_count():
