@@ -7,6 +7,7 @@ Invariants (tests/unit/test_token_sharing.py asserts them):
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from seer.common import wire
@@ -56,11 +57,20 @@ class TokenSharing:
             self._dgds.forget(self.groups.clear())
 
     async def run(self) -> None:
-        """Share and fetch until cancelled."""
+        """Share and fetch until cancelled, beside each other: one dgds may not answer."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._share_all())
+            tasks.create_task(self._fetch_all())
+
+    async def _share_all(self) -> None:
         while True:
             await self._clock.sleep(SHARE_SECONDS)
             for run in self._running.values():
                 self._share(run)
+
+    async def _fetch_all(self) -> None:
+        while True:
+            await self._clock.sleep(SHARE_SECONDS)
             if self.groups is not None:
                 await self._fetch(self.groups)
 

@@ -21,7 +21,7 @@ class Dgds:
     """Writes down what it is told, and has `news` once."""
 
     def __init__(self):
-        self.told, self.news = [], []
+        self.told, self.news, self.late = [], [], 0.0
 
     def register(self, group_id, prompt):
         self.told.append(("register", group_id, list(prompt)))
@@ -36,6 +36,7 @@ class Dgds:
         self.told.append(("forget", list(groups)))
 
     async def fetch(self, groups, own):
+        await asyncio.sleep(self.late)
         news, self.news = self.news, []
         return news
 
@@ -91,6 +92,18 @@ async def test_steps_are_shared_together_and_each_token_once(world):
     step(run, 8)
     await passed(sharing, 1.5 * SHARE_SECONDS)
     assert dgds.told[1:] == [("append", "g", 0, 7, 5, [8])]
+
+
+async def test_a_dgds_that_does_not_answer_delays_nothing_that_is_for_others(world):
+    dgds, _, _, sharing = world
+    run, dgds.late = start(world), 100 * SHARE_SECONDS
+    now = asyncio.create_task(sharing.run())
+    await asyncio.sleep(0.5 * SHARE_SECONDS)
+    for token in range(4):
+        step(run, token)
+        await asyncio.sleep(SHARE_SECONDS)
+        assert dgds.told[-1] == ("append", "g", 0, 7, 2 + token, [token])
+    now.cancel()
 
 
 @pytest.mark.parametrize("finished", [True, False])
