@@ -129,7 +129,10 @@ class _Slice:
 
 
 class _PromptSeconds:
-    """Seconds that a step takes longer for each token that it prefills: a slope within slices."""
+    """Seconds that a step takes longer for each token that it prefills: a slope within slices.
+
+    The less the steps of a slice vary, the more it weighs: one step that was slow by chance says nothing.
+    """
 
     def __init__(self) -> None:
         self._steps = self._products = self._tokens = self._seconds = 0.0
@@ -138,10 +141,11 @@ class _PromptSeconds:
         """Learn from a slice; return what is known now."""
         tokens, seconds = fmean(ended.prefilled), fmean(ended.seconds)
         pairs = [(a - tokens, b - seconds) for a, b in zip(ended.prefilled, ended.seconds, strict=True)]
+        varies = sum(b * b for _, b in pairs)
         self._steps = PROMPTS_KEPT * self._steps + len(pairs) - 1
-        self._products = PROMPTS_KEPT * self._products + sum(a * b for a, b in pairs)
-        self._tokens = PROMPTS_KEPT * self._tokens + sum(a * a for a, _ in pairs)
-        self._seconds = PROMPTS_KEPT * self._seconds + sum(b * b for _, b in pairs)
+        self._products = PROMPTS_KEPT * self._products + sum(a * b for a, b in pairs) / (varies or 1.0)
+        self._tokens = PROMPTS_KEPT * self._tokens + sum(a * a for a, _ in pairs) / (varies or 1.0)
+        self._seconds = PROMPTS_KEPT * self._seconds + (varies > 0)
         known = self._products**2 * self._steps
         chance = self._tokens * self._seconds - self._products**2
         if self._products <= 0 or known <= chance:  # nothing is, once all has faded

@@ -180,6 +180,14 @@ def test_what_was_learnt_of_prompts_may_fade_to_nothing(later):
     assert found[-1] == 0
 
 
+def test_a_step_with_a_prompt_that_is_slow_by_chance_hardly_changes_what_prompts_take():
+    known, dice = _PromptSeconds(), random.Random(0)
+    for slow in [1] * 20 + [50]:
+        seconds = [0.005 + dice.gauss(0, 0.0002) + 1e-5 * prompt for prompt in [0, 100] * 4]
+        found = known.learn(slice_of([*seconds[:-1], slow * seconds[-1]], [0, 100] * 4))
+    assert found == pytest.approx(1e-5, rel=0.1)
+
+
 def slice_of(seconds, prefilled):
     return _Slice(_Situation(False), 64, False, len(seconds), 0, 0, sum(seconds), seconds, prefilled)
 
