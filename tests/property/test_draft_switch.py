@@ -170,6 +170,8 @@ def test_short_responses_that_begin_together_are_one_situation(wave, gain, prior
         world.run(600)
         shares.append(world.run(2_000))
     assert sum(shares) / len(shares) >= 0.985
+
+
 @pytest.mark.parametrize("later", [[0.005, 0.006] * 4, [0.005] * 8])
 def test_what_was_learnt_of_prompts_may_fade_to_nothing(later):
     """Requests of a single user are not counted as they join, and an engine may have no others for hours."""
