@@ -25,6 +25,11 @@ class Stream:
     def __init__(self, name: str, calls: list[tuple]) -> None:
         self.name, self.calls, self.cuda_stream = name, calls, hash(name)
 
+    def record_event(self, event: SimpleNamespace | None) -> SimpleNamespace:
+        event, last = event or SimpleNamespace(), self.calls[-1]
+        event.synchronize = lambda: self.calls.append(("host", "waits for", last))
+        return event
+
     def wait_stream(self, other: "Stream") -> None:
         self.calls.append((self.name, "waits for", other.name))
 
@@ -111,6 +116,7 @@ def test_without_drafts_nothing_on_the_stream_waits_until_there_are_some(calls: 
         ("beside", "waits for", "main"), ("beside", "drafts", steps[1]),
         ("main", "waits for", "beside"), ("main", "drafts", steps[2]),
         ("main", "drafts", steps[3]),
+        ("host", "waits for", ("beside", "drafts", steps[0])),
         ("beside", "waits for", "main"), ("beside", "drafts", steps[4]),
     ]  # fmt: skip
 
@@ -124,6 +130,24 @@ def test_steps_under_way_have_memory_of_their_own(calls: list[tuple]) -> None:
     for memory in under_way:
         memory.step.run()
     assert [memory.counts.tolist() for memory in under_way] == [[3] * 4] * STEPS
+
+
+def test_memory_is_not_taken_while_its_last_step_may_run(
+    calls: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, drafter = gate_of("cuda")
+    slots, generations = set_rows(drafter, 1)
+    take = draft_gate.StepMemory.take
+
+    def noted(memory: draft_gate.StepMemory, *given: object) -> None:
+        calls.append(("takes", memory))
+        take(memory, *given)
+
+    monkeypatch.setattr(draft_gate.StepMemory, "take", noted)
+    memories = [gate.draft(slots, generations, *drawn(1), k) for k in (0, 3, 0, 0, 0, 3)]
+    waits = [place for place, call in enumerate(calls) if call[0] == "host"]
+    assert [calls[place][2][0] for place in waits] == ["beside", "main"], "of the first steps, in order"
+    assert [calls[place + 1] for place in waits] == [("takes", memories[0]), ("takes", memories[1])]
 
 
 def test_what_cuda_refuses_is_an_error(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:

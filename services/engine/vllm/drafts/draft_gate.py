@@ -3,7 +3,8 @@
 Invariants:
 - the host function is native code that never waits for Python's lock, and at most a tenth of a millisecond
   for feeds, so a device that waits for it never waits for Python;
-- a step's memory is not used again before it is over: two are under way at most, `STEPS` have memory.
+- a step's memory is not used again before it is over. Two are under way on the stream, `STEPS` have memory;
+  beside it, where no step waits for them, more may be: the host then waits for the oldest.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class DraftGate:
         refuses.
         """
         memory = next(self._memory)
+        if memory.over is not None:
+            memory.over.synchronize()
         memory.take(self._drafter, slots, generations, sampled.shape[1], k, paths, tree)
         if not self._gpu:
             memory.read(sampled, num_sampled)
@@ -87,12 +90,13 @@ class DraftGate:
         code = self._launch(stream.cuda_stream, _native.RUN_DRAFT_STEP, memory.step.address)
         if code:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUDA's error {code}")
+        memory.over = stream.record_event(memory.over)
 
 
 class StepMemory:
     """What a step reads and writes on the host: `drafts` [n, k] and `counts` [n], int32, `scores` [n, k].
 
-    `parents` int32 [n, k], if drafts are trees.
+    `parents` int32 [n, k], if drafts are trees. A GPU comes to `over` once the step has run.
     """
 
     step: _native.DraftStep
@@ -100,6 +104,7 @@ class StepMemory:
     counts: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float32]
     parents: npt.NDArray[np.int32]
+    over: torch.cuda.Event | None = None
 
     def __init__(self, rows: int, width: int, pinned: bool) -> None:
         ints = {"dtype": torch.int32, "pin_memory": pinned}
