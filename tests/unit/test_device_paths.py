@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from seer.common.policy.draft_paths import SEPARATOR  # noqa: E402 - after torch
 from seer.services.engine.vllm.drafts.device_paths import DevicePaths  # noqa: E402
+from seer.services.engine.vllm.drafts.path_layout import lay_out  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -67,3 +68,18 @@ def test_without_room_a_request_has_one_row():
     assert dispatched({"a": TWO}, alone=[0]) == ((1, 6, 6), 0, 1)
     many = {str(i): TWO for i in range(7)}
     assert dispatched(many, scratch=20)[1:] == (1, 6)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (6,), (6, 1), (6, 6, 1), (6, 3, 6, 1)])
+def test_kernels_read_a_layout_where_triton_need_not_compile_anew(lengths):
+    layout = lay_out(lengths, lengths, {row: [2] for row, size in enumerate(lengths) if size == 6}, (), 8)
+    paths = DevicePaths.__new__(DevicePaths)
+    paths._runner = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8)
+    rows = paths._send(layout, SimpleNamespace(num_tokens=sum(lengths)))
+    names = ("owners", "paths", "shorter", "shifts", "further", "firsts", "choices")
+    assert [getattr(rows, name).tolist() for name in names] == [
+        getattr(layout, name).tolist() for name in names
+    ]
+    assert [rows.starts.tolist()[-1], len(rows.starts)] == [sum(layout.drafts + 1), len(layout.drafts) + 1]
+    assert rows.bounds.tolist()[len(layout.owners) :] == [sum(lengths)] * (9 - len(layout.owners))
+    assert {getattr(rows, name).data_ptr() % 16 for name in (*names, "starts", "bounds")} == {0}

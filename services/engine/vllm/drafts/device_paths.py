@@ -152,9 +152,14 @@ class DevicePaths:
             layout.owners, layout.paths, layout.shorter, layout.shifts, layout.further, layout.firsts,
             layout.choices, _starts(layout.drafts + 1), bounds,
         )  # fmt: skip
-        sent = async_tensor_h2d(np.concatenate(parts), device=self._runner.device)
+        # Each begins at a multiple of 16 bytes: Triton compiles anew for pointers that are less aligned.
+        sizes = [len(part) + len(part) % 2 for part in parts]
+        flat = np.zeros(sum(sizes), np.int64)
+        for part, at in zip(parts, _starts(np.array(sizes)).tolist(), strict=False):
+            flat[at : at + len(part)] = part
+        sent = async_tensor_h2d(flat, device=self._runner.device).split(sizes)
         longest = int(layout.lengths[layout.further].max(initial=1))
-        return Rows(longest, *sent.split([len(part) for part in parts]))
+        return Rows(longest, *(each[: len(part)] for each, part in zip(sent, parts, strict=True)))
 
     def _as_rows(self, layout: PathLayout, rows: Rows, batch: InputBatch) -> InputBatch:
         """Return a step as attention sees it, in the runner's own memory."""
