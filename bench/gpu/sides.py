@@ -54,7 +54,11 @@ KV_BYTES, KV_BLOCKS = 6 << 30, 22_000
 """Of a bare engine; of one of Seer's, in blocks of 16 tokens. Enough for all cells, and fixed, as engines
 that start at once count each other's memory as their own."""
 
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    # Nobody asks for top-k or top-p here, but bare vLLM's warm-up does: FlashInfer would compile with ninja.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}  # fmt: skip
 CPU_ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 

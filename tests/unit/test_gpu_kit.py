@@ -76,6 +76,7 @@ def test_sides_are_settings_that_there_are(monkeypatch):
             assert (config.engine.max_num_seqs, config.engine.max_model_len) == (64, sides.LONGEST)
         kind, settings, environ = sides.in_process("vllm-v1", Path("model"), 64, given)
         assert (kind, settings["max_num_seqs"], environ["VLLM_USE_V2_MODEL_RUNNER"]) == ("vllm", 64, "0")
+        assert environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "there is no ninja to compile it with"
 
 
 def test_a_piece_that_hangs_ends_at_its_deadline_with_all_that_it_started(

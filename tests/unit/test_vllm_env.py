@@ -123,6 +123,17 @@ def test_bars_do_not_fill_an_engine_s_log(monkeypatch):
         assert bool(shown.stderr) == drawn
 
 
+@pytest.mark.vllm
+def test_the_warm_up_of_vllm_s_own_sampler_compiles_nothing_by_flashinfer(monkeypatch):
+    ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=0))
+    monkeypatch.setattr(ops, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(EngineError):
+        env.prepare(EngineConfig())
+    assert not ops.flashinfer_sampler_supported()
+
+
 def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
     with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):

@@ -41,6 +41,8 @@ _FORCED = {
     # The engine core lives in this process: one thread steps it, its scheduler is read directly.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
+    # vLLM's own sampler runs in its warm-up alone, for which FlashInfer would compile with nvcc and ninja.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 _DEFAULTS = {
