@@ -50,8 +50,8 @@ LONGEST = 2304
 BATCHED_TOKENS = 4096
 """Most tokens of a step: the padded MLPs are so wide that vLLM's default would take most of the memory."""
 
-KV_BYTES, KV_BLOCKS = 6 << 30, 22_000
-"""Of a bare engine; of one of Seer's, in blocks of 16 tokens. Enough for all cells, and fixed, as engines
+KV_BYTES, KV_BLOCKS = 6 << 30, 11_000
+"""Of a bare engine; of one of Seer's, in blocks of 32 tokens. Enough for all cells, and fixed, as engines
 that start at once count each other's memory as their own."""
 
 QUIET = {

@@ -154,6 +154,25 @@ def seer(out: Path, python: str, limit: int) -> None:
         make(Path(folder), out, set(), limit, "seer")
 
 
+CHECK = """
+import importlib
+import torch, vllm, seer
+print(torch.__version__, vllm.__version__, seer.__version__)
+for name in ("vllm._C", "vllm.vllm_flash_attn.flash_attn_interface"):
+    try:
+        importlib.import_module(name)
+        print(name, "is there")
+    except Exception as error:
+        print(name, "fails:", str(error)[:300])
+try:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    print("FlashAttention", get_flash_attn_version())
+except Exception as error:
+    print("FlashAttention fails:", str(error)[:300])
+"""
+"""Run where a site was unpacked: a library that was cut badly would else be found as an engine starts."""
+
+
 def link_cuda(site: Path, own: Sequence[str]) -> list[str]:
     """Link what the site leaves out of `nvidia` from the machine's own; return what was linked."""
     linked = []
@@ -180,15 +199,15 @@ def unpack(out: Path, to: Path) -> None:
         nvidia = importlib.util.find_spec("nvidia")
         link_cuda(to / "site", list(nvidia.submodule_search_locations or ()) if nvidia else [])
     path = os.pathsep.join(str(to / name) for name in sorted(names))
-    check = "import torch, vllm, seer; print(torch.__version__, vllm.__version__, seer.__version__)"
     done = subprocess.run(
-        [sys.executable, "-c", check], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        [sys.executable, "-c", CHECK], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     if done.returncode:
         print(json.dumps({"unpacked": names, "error": done.stderr[-2000:]}))
         sys.exit(1)
-    print(json.dumps({"unpacked": names, "versions": done.stdout.splitlines()[-1]}))
+    versions, *imports = done.stdout.splitlines()
+    print(json.dumps({"unpacked": names, "versions": versions, "imports": imports}))
     print(f"export PYTHONPATH={path}")
 
 
