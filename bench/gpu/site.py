@@ -14,6 +14,7 @@ imported, and prints the PYTHONPATH to use. GPU code is cut to one architecture 
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib.util
 import json
 import os
@@ -32,8 +33,8 @@ import parts
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "3.12"
 ARCH = 90
-PART_BYTES = 44 * parts.MIB
-"""Of a part: 64 MiB may be sent at once, and the checkout, 16 MiB, goes along."""
+PART_BYTES = 34 * parts.MIB
+"""Of a part: 64 MiB may be sent at once, and the checkout, 25 MiB, goes along."""
 
 MANYLINUX = range(5, 36)
 """Minor versions of glibc 2 whose wheels may be taken, as in requirements/lock.py."""
@@ -52,13 +53,14 @@ OWN = {
 """The machine has these, or a compiler in their place."""
 
 UNUSED = {
-    "anthropic", "cuda-tile", "fastsafetensors", "humming-kernels", "instanttensor",
+    "anthropic", "cuda-tile", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor",
     "mooncake-transfer-engine-cuda13", "nccl-extensions", "nccl4py", "nvidia-cudnn-frontend",
     "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
     "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "pynvvideocodec", "quack-kernels",
     "tilelang", "tokenspeed-mla", "tokenspeed-triton", "torchaudio", "torchcodec", "z3-solver",
 }  # fmt: skip
-"""Nothing that the kit runs imports these."""
+"""Nothing that the kit runs needs these. vLLM would import FlashInfer at each start, to tune kernels that no
+dense bfloat16 model has."""
 
 DROPPED = (
     "vllm/vllm_flash_attn/_vllm_fa2_C*",  # PTX alone for this GPU: minutes of compiling
@@ -158,7 +160,8 @@ CHECK = """
 import importlib
 import torch, vllm, seer
 print(torch.__version__, vllm.__version__, seer.__version__)
-for name in ("vllm._C", "vllm.vllm_flash_attn.flash_attn_interface"):
+for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.cumem_allocator",
+             "vllm.vllm_flash_attn._vllm_fa3_C", "vllm.vllm_flash_attn.flash_attn_interface", "seer._native"):
     try:
         importlib.import_module(name)
         print(name, "is there")
@@ -198,6 +201,8 @@ def unpack(out: Path, to: Path) -> None:
     if (to / "site").is_dir():
         nvidia = importlib.util.find_spec("nvidia")
         link_cuda(to / "site", list(nvidia.submodule_search_locations or ()) if nvidia else [])
+    for name in names:  # once, on all cores: else each side of a comparison compiles what it imports first
+        compileall.compile_dir(to / name, quiet=2, workers=0)
     path = os.pathsep.join(str(to / name) for name in sorted(names))
     done = subprocess.run(
         [sys.executable, "-c", CHECK], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,

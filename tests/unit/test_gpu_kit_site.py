@@ -229,3 +229,34 @@ def test_missing_parts_are_named(site, parts, tmp_path, capsys):
         site.unpack(tmp_path / "out", tmp_path / "there")
     assert ended.value.code == 3
     assert json.loads(capsys.readouterr().out) == {"missing": ["site-00.xz"]}
+
+
+def test_a_part_and_the_checkout_fit_into_what_may_be_sent_at_once(site):
+    root = FOLDER.parents[1]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no checkout")
+    checkout = sum((root / name).lstat().st_size for name in listed.stdout.split("\0") if name)
+    assert checkout + site.PART_BYTES < 62 << 20, "64 MiB, less what a commit adds: take smaller parts"
+
+
+def test_what_is_unpacked_is_compiled_and_a_library_that_does_not_load_is_named(
+    site, parts, tmp_path, capsys, monkeypatch
+):
+    source = tmp_path / "source"
+    for name, code in (
+        ("torch", "__version__ = '2'"),
+        ("vllm", "__version__ = '0'"),
+        ("seer", "__version__ = '1'"),
+    ):
+        (source / name).mkdir(parents=True)
+        (source / name / "__init__.py").write_text(code)
+    (source / "seer" / "_native.py").write_text("")
+    parts.pack(source, tmp_path / "out", "site", 100_000, {})
+    monkeypatch.setattr(site.importlib.util, "find_spec", lambda _: None)
+    site.unpack(tmp_path / "out", tmp_path / "there")
+    said = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert said["versions"].startswith("2 0 ")
+    assert any(line.startswith("seer._native ") for line in said["imports"])
+    assert any(line.startswith("vllm._C_stable_libtorch fails: No module named") for line in said["imports"])
+    assert list((tmp_path / "there" / "site" / "vllm" / "__pycache__").glob("*.pyc"))
