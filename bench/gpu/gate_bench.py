@@ -5,9 +5,10 @@
 
 Many steps are in line at once, as an engine that schedules ahead has them. After each the stream copies
 tokens out, waits until the host has worked on them, and copies drafts in. Writes after each cell the
-microseconds a step takes beyond a step without a gate and the work itself, and those to launch it. A second
-flag, at a deadline, is the first with a host that stands still: the stream must go on by itself. Needs one
-GPU, torch and gcc; no Seer, no vLLM. On a CPU it measures nothing: `--cpu` runs its logic on a fake stream.
+microseconds a step takes beyond a step without a gate and the work itself, and those to launch it: on the
+default stream, on which engines run their steps, and `beside` it, on one of its own. A second flag, at a
+deadline, is the first with a host that stands still: the stream must go on by itself. Needs one GPU, torch
+and gcc; no Seer, no vLLM. On a CPU it measures nothing: `--cpu` runs its logic on a fake stream.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ class Stream(Protocol):
 
 
 class CudaStream:
-    """A stream of the GPU."""
+    """A stream of the GPU: the default one, or one of its own."""
 
     CYCLES = 2_000_000
 
-    def __init__(self) -> None:
+    def __init__(self, *, own: bool) -> None:
         import torch
 
         self._torch, self._cuda = torch, ctypes.CDLL("libcuda.so.1")
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
         self._raw = ctypes.c_void_p(self._stream.cuda_stream)
         self._tokens = torch.zeros(2048, dtype=torch.int32, device="cuda")
         self._drafts = torch.zeros(4096, dtype=torch.int32, device="cuda")
@@ -251,8 +252,14 @@ def run(stream: Stream, flags: int, host: ctypes.CDLL, kind: str, steps: int) ->
     return took / steps * 1e6, launched / steps * 1e6
 
 
-def measure(stream: Any, steps: int, out: Path, report: dict[str, Any]) -> None:  # noqa: ANN401 - either stream
-    """Run all cells thrice, after once; write after each."""
+def measure(
+    stream: Any,  # noqa: ANN401 - either stream
+    steps: int,
+    out: Path,
+    report: dict[str, Any],
+    suffix: str = "",
+) -> None:
+    """Run all cells thrice, after once; write after each. `suffix`: of the ways' names."""
     host = library()
     if isinstance(stream, FakeStream):
         host.be_polite()
@@ -260,18 +267,20 @@ def measure(stream: Any, steps: int, out: Path, report: dict[str, Any]) -> None:
         host.set_work(0)
         run(stream, stream.flags, host, kind, steps)
     base = min(run(stream, stream.flags, host, "none", steps)[0] for _ in range(3))
-    report |= {"steps": steps, "step_us": round(base, 1), "cells": {}}
+    report |= {"steps": steps, f"step_us{suffix}": round(base, 1)}
+    cells = report.setdefault("cells", {})
     for kind, works in KINDS.items():
         for work in works:
             host.set_work(1000 * work)
             found = [run(stream, stream.flags, host, kind, steps) for _ in range(3)]
             beyond = min(took for took, _ in found) - base - work
             beyond -= DEADLINE / steps if kind == "deadline" else 0
-            report["cells"][f"{kind} {work}"] = {
+            name = f"{kind}{suffix} {work}"
+            cells[name] = {
                 "beyond_us": round(beyond, 1), "launch_us": round(min(each for _, each in found), 1)
             }  # fmt: skip
             out.write_text(json.dumps(report, indent=1) + "\n")
-            print(kind, work, json.dumps(report["cells"][f"{kind} {work}"]), file=sys.stderr, flush=True)
+            print(name, json.dumps(cells[name]), file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -283,7 +292,9 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="try the logic on a fake stream")
     given = parser.parse_args()
     if given.cpu:
-        measure(FakeStream(), min(given.steps, 10), given.out, {"device": "fake stream"})
+        report: dict[str, Any] = {"device": "fake stream"}
+        for suffix in ("", "-beside"):
+            measure(FakeStream(), min(given.steps, 10), given.out, report, suffix)
         return
     import torch
 
@@ -291,8 +302,9 @@ def main() -> None:
         raise SystemExit(
             "gate_bench.py needs a GPU: on a CPU there is no stream to wait; --cpu tries its logic"
         )
-    name = torch.cuda.get_device_name()
-    measure(CudaStream(), given.steps, given.out, {"device": name, "torch": str(torch.__version__)})
+    report = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
+    for suffix in ("", "-beside"):
+        measure(CudaStream(own=bool(suffix)), given.steps, given.out, report, suffix)
 
 
 if __name__ == "__main__":

@@ -259,4 +259,5 @@ def test_gates_run_on_a_fake_stream_and_a_stalled_host_does_not_hang_it(tmp_path
     command = [sys.executable, str(FOLDER / "gate_bench.py"), str(out), "--steps", "6"]
     subprocess.run([*command, "--cpu"], check=True, timeout=120)
     cells = json.loads(out.read_text())["cells"]
-    assert {name.split()[0] for name in cells} == {"copies", "function", "flag", "deadline"}
+    kinds = {"copies", "function", "flag", "deadline"}
+    assert {name.split()[0] for name in cells} == kinds | {f"{kind}-beside" for kind in kinds}
