@@ -199,13 +199,16 @@ class Process:
         return self._answer()
 
     async def run(self, prompts: Prompts, n: int, tokens: int, seed: int) -> Responses:
-        """Return all responses, in order."""
+        """Return all responses, in order. Raises `RefusedError` if it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         job = {"prompts": prompts, "n": n, "tokens": tokens, "seed": seed}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return [(str(name), index, ids) for name, index, ids in await asyncio.to_thread(self._answer)]
+        found = await asyncio.to_thread(self._answer)
+        if isinstance(found, dict):
+            raise RefusedError(found["refused"])
+        return [(str(name), index, ids) for name, index, ids in found]
 
     async def close(self) -> None:
         """End it, and what it started."""
@@ -213,7 +216,8 @@ class Process:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
-        self._process.wait(20)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            self._process.wait(20)
 
     def _answer(self) -> Any:  # noqa: ANN401 - what JSON says
         assert self._process is not None

@@ -6,7 +6,7 @@
     python bench/gpu/on_gpu.py verify --out runs/gpu    # the same tokens
     python bench/gpu/on_gpu.py drafts --out runs/gpu    # with drafts, against bare vLLM, in every cell
     python bench/gpu/on_gpu.py all --cpu --out runs/gpu-cpu     # a dry run, tiny, of all five
-    python bench/gpu/on_gpu.py brief --out runs/gpu     # the least of `verify`, `split` and `drafts`, 9 min
+    python bench/gpu/on_gpu.py brief --out runs/gpu     # the least of `drafts`, `split` and `verify`, 9 min
 
 Run them in this order; `verify` before `graphs` when late, only `gate` and `brief` in a quarter of an hour.
 Each has a deadline for itself and for each of its pieces, whose processes are killed then. A piece is a
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def seer(*arguments: str, sets: tuple[str, ...]) -> tuple[str, ...]:
     return (sys.executable, "-m", "seer.cli.main", *arguments, "--json", "OUT", *given)
 
 
-def rates(seconds: int, sides: str, cells: str, turns: int) -> Piece:
+def rates(seconds: int, sides: str, cells: str, turns: int, *arguments: str) -> Piece:
     """Return a run of `rates.py`, which begins no cell in its last seconds."""
-    chosen = ("--sides", *sides.split(), "--cells", *cells.split(), "--turns", str(turns))
+    chosen = ("--sides", *sides.split(), "--cells", *cells.split(), "--turns", str(turns), *arguments)
     return Piece(seconds, script("rates", *chosen, "--fill", "random", "--seconds", str(seconds - 20)))
 
 
@@ -99,9 +99,10 @@ def same_tokens(seconds: int, matrix: str, work: tuple[str, ...], *sets: str) ->
     return Piece(seconds, seer("verify", PROMPTS, "--model", MODEL, "--matrix", matrix, *work, sets=sets))
 
 
-def ways(seconds: int, *sets: str) -> Piece:
+def ways(seconds: int, *sets: str, responses: int = 3) -> Piece:
     """Return a run of `ways.py`."""
-    return Piece(seconds, script("ways", *(part for each in sets for part in ("--set", each))))
+    given = (part for each in sets for part in ("--set", each))
+    return Piece(seconds, script("ways", "--responses", str(responses), *given))
 
 
 BFLOAT16, INVARIANT = "engine.dtype=bfloat16", "engine.batch_invariant=true"
@@ -138,11 +139,14 @@ GPU = {
 BRIEF = Command(
     540,
     {
-        "ways-bfloat16": ways(140, BFLOAT16, *SMALL),
-        "verify-bfloat16": same_tokens(140, "synchronous,drafts-right", FEWER, BFLOAT16, *SMALL),
-        "rates": rates(400, "vllm grouped off engine", "512x64 512x1 16x256", 1),
+        "rates": rates(340, "vllm grouped off engine", "512x64 512x1 16x256", 2, "--at-once", "4"),
+        "verify-bfloat16": same_tokens(400, "synchronous,drafts-right", FEWER, BFLOAT16, *SMALL),
+        "ways-bfloat16": ways(400, BFLOAT16, *SMALL, responses=1),
     },
+    2,
+    "rates",
 )
+"""Ratios first, alone; what is left is for the same tokens, which nothing is timed by."""
 
 TINY = ("-n", "1", "--max-tokens", "32", "--min-tokens", "500")
 FEW = ("engine.max_num_seqs=8", "engine.max_model_len=512", "engine.kv_cache_gib=0.5")
@@ -168,8 +172,8 @@ CPU = {
 CPU_BRIEF = Command(
     540,
     {
-        "verify-float32": same_tokens(140, "chunk-16", TINY, *FEW),
         "rates": Piece(400, script("rates", *QUICK, "grouped", "off")),
+        "verify-float32": same_tokens(140, "chunk-16", TINY, *FEW),
     },
 )
 
@@ -258,11 +262,13 @@ def main() -> int:
     parser.add_argument("command", choices=[*GPU, "brief", "all"])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--cpu", action="store_true", help="a dry run: the shipped model, tiny, on CPUs")
+    parser.add_argument("--seconds", type=float, default=600, help="most of a command, where less is left")
     given = parser.parse_args()
     commands = CPU | {"brief": CPU_BRIEF} if given.cpu else GPU | {"brief": BRIEF}
     failed = False
     for name in GPU if given.command == "all" else [given.command]:
-        report = run(name, commands[name], given.out.resolve())
+        command = replace(commands[name], seconds=min(commands[name].seconds, given.seconds))
+        report = run(name, command, given.out.resolve())
         print(
             f"verdict {name}: {report['verdict']} in {report['seconds']:.0f} s: {report['line']}", flush=True
         )

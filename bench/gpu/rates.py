@@ -31,10 +31,14 @@ from lib.hardware import machine
 from lib.paths import EXAMPLE
 from sides import SIDES, SYSTEMS, WEIGHTS, contestant, padded, prompts_of
 
+from seer.common.errors import SeerError
 from seer.common.process.devices import driver_version, visible_devices
 
 GROUP = 8
 """Responses to a prompt; fewer where fewer are at once."""
+
+RUN_SECONDS = 90.0
+"""Longest turn of a side; one that takes longer hangs, and others go on without it."""
 
 CELLS, CPU_CELLS = ("16x64", "16x256", "512x1", "512x64", "1024x256"), ("16x4", "64x8")
 
@@ -91,9 +95,9 @@ def against(rates: Sequence[float], reference: Sequence[float]) -> dict[str, lis
 
 
 async def measure(
-    cell: str, sides: dict[str, Process | System], turns: int
+    cell: str, sides: dict[str, Process | System], turns: int, rates: Rates
 ) -> dict[str, list[tuple[float, Responses]]]:
-    """Run a cell; the first turn warms up and does not count."""
+    """Run a cell; the first turn warms up and does not count. A side that fails or hangs is left out."""
     tokens, running = map(int, cell.split("x"))
     n = min(GROUP, running)
     found: dict[str, list[tuple[float, Responses]]] = {name: [] for name in sides}
@@ -101,8 +105,17 @@ async def measure(
     for number in range(turns + 1):
         prompts = prompts_of(number, running // n)
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            if name not in sides:
+                continue
             begun = time.perf_counter()
-            responses = await sides[name].run(prompts, n, tokens, number)
+            try:
+                responses = await asyncio.wait_for(sides[name].run(prompts, n, tokens, number), RUN_SECONDS)
+            except (RefusedError, SeerError, OSError) as error:  # TimeoutError is an OSError
+                said = f"{type(error).__name__}: {error}"[-500:]
+                rates.tell(name, {"refused": f"in turn {number} of {cell}: {said}"})
+                del found[name]
+                await sides.pop(name).close()
+                continue
             if number:
                 found[name].append((time.perf_counter() - begun, responses))
     return found
@@ -134,7 +147,6 @@ async def compare(model: Path, given: argparse.Namespace) -> None:
         "devices": [each.model for each in visible_devices()], "model": model.name,
         "model_bytes": (model / WEIGHTS).stat().st_size, "skipped": [],
     }, given.sides[0])  # fmt: skip
-    end = time.monotonic() + given.seconds
     size = max(1, given.at_once - 1)
     groups = [given.sides[1:][place : place + size] for place in range(0, len(given.sides) - 1, size)] or [[]]
     first: dict[str, Process | System] = {}
@@ -150,20 +162,20 @@ async def compare(model: Path, given: argparse.Namespace) -> None:
                 there = await start_all(sides if place else first | sides, rates)
                 if not place:
                     first = {name: side for name, side in there.items() if name in first}
-                await cells(first | there, rates, given, end)
+                await cells(first | there, rates, given)
 
 
-async def cells(
-    sides: dict[str, Process | System], rates: Rates, given: argparse.Namespace, end: float
-) -> None:
+async def cells(sides: dict[str, Process | System], rates: Rates, given: argparse.Namespace) -> None:
     """Run all cells on sides that are there; one for which no time seems to be left is skipped."""
     took = 0.0
-    for cell in given.cells if sides else ():
+    for cell in given.cells:
+        if not sides:
+            break
         begun = time.monotonic()
-        if begun + took > end:
+        if begun + took > given.end:
             rates._report["skipped"].append([cell, *sides])
             continue
-        rates.keep(cell, await measure(cell, sides, given.turns))
+        rates.keep(cell, await measure(cell, sides, given.turns, rates))
         took = time.monotonic() - begun
     rates.write()
 
@@ -188,6 +200,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="sets", help="a setting of Seer's sides")
     parser.add_argument("--cpu", action="store_true", help="try it on CPUs: the shipped model, small cells")
     given = parser.parse_args()
+    given.end = time.monotonic() + given.seconds  # to make the model takes some of it
     given.cells = given.cells or list(CPU_CELLS if given.cpu else CELLS)
     if given.cpu:
         given.model = given.model or EXAMPLE / "model"

@@ -1,6 +1,7 @@
 """The kit for half an hour on a GPU machine (bench/gpu): five commands, their time, their verdicts."""
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import subprocess
@@ -45,7 +46,9 @@ def test_a_quarter_of_an_hour_has_room_for_the_gate_the_least_of_the_rest_and_a_
     for gate, brief in ((on_gpu.GPU["gate"], on_gpu.BRIEF), (on_gpu.CPU["gate"], on_gpu.CPU_BRIEF)):
         assert brief.seconds <= 600
         assert gate.seconds + brief.seconds <= 12 * 60
-        assert sum(piece.seconds for name, piece in brief.pieces.items() if name != "rates") <= 300
+        assert next(iter(brief.pieces)) == "rates", "ratios are measured first, whatever time there is"
+        assert brief.pieces["rates"].seconds + 120 <= brief.seconds
+    assert on_gpu.BRIEF.first == "rates", "nothing else runs while rates are measured"
 
 
 def test_pieces_name_what_there_is(on_gpu):
@@ -111,6 +114,14 @@ def test_a_command_ends_at_its_deadline_whatever_its_pieces_may_take(on_gpu, tmp
     assert time.monotonic() - begun < 30
     assert [each["code"] for each in report["pieces"].values()] == [124, 124]
     assert (report["verdict"], report["pieces"]["b"]["seconds"]) == ("incomplete", 0.0)
+
+
+def test_a_command_ends_sooner_where_less_time_is_left(on_gpu, tmp_path, monkeypatch):
+    sleeps = (sys.executable, "-c", "import time; time.sleep(600)", "OUT")
+    monkeypatch.setitem(on_gpu.GPU, "gate", on_gpu.Command(500, {"gate": on_gpu.Piece(500, sleeps)}))
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "gate", "--seconds", "1", "--out", str(tmp_path)])
+    assert on_gpu.main() == 1
+    assert json.loads((tmp_path / "gate.json").read_text())["limit_seconds"] == 1
 
 
 def gate_cells(function: float, flag: float) -> dict:
@@ -239,6 +250,58 @@ def test_rates_are_written_after_each_cell_and_ratios_are_of_the_same_turns(monk
     assert (cell["off"]["differing"], cell["grouped"]["differing"], cell["grouped"]["responses"]) == (0, 1, 2)
     assert cell["grouped"]["ratio"] == [2.0, 2.0, 2.0]
     assert cell["vllm"]["again"] == [4]
+
+
+class Side:
+    """A contestant that fails in a turn, or hangs there."""
+
+    def __init__(self, worst: str = "", turn: int = 0) -> None:
+        self.worst, self.turn, self.closed = worst, turn, False
+
+    async def run(self, prompts, n, tokens, seed):
+        if self.worst and seed == self.turn:
+            if self.worst == "hangs":
+                await asyncio.sleep(60)
+            raise ValueError if self.worst == "bug" else sys.modules["contestants"].RefusedError("it ended")
+        return [("0", 0, [1])]
+
+    async def close(self):
+        self.closed = True
+
+
+def test_a_side_that_fails_or_hangs_is_left_out_and_others_go_on(monkeypatch, tmp_path):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs the engine extra")
+    module = loaded("rates", monkeypatch)
+    monkeypatch.setattr(module, "RUN_SECONDS", 0.2)
+    rates = module.Rates(tmp_path / "rates.json", {"skipped": []}, "vllm")
+    sides = {"vllm": Side(), "grouped": Side("hangs", 1), "off": Side("fails", 0), "engine": Side()}
+    there = dict(sides)
+    given = argparse.Namespace(cells=["4x1", "2x1"], turns=2, end=float("inf"))
+    asyncio.run(module.cells(there, rates, given))
+    assert list(there) == ["vllm", "engine"]
+    assert [name for name, side in sides.items() if side.closed] == ["grouped", "off"]
+    written = json.loads((tmp_path / "rates.json").read_text())
+    assert all(sorted(cell) == ["engine", "vllm"] for cell in written["cells"].values())
+    assert written["sides"]["grouped"]["refused"].startswith("in turn 1 of 4x1: TimeoutError")
+    assert written["sides"]["off"]["refused"] == "in turn 0 of 4x1: RefusedError: it ended"
+
+
+def test_a_process_that_has_ended_is_refused(monkeypatch):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs the engine extra")
+    module = loaded("contestants", monkeypatch)
+    process = module.Process("vllm", {}, {})
+    process._command = [sys.executable, "-c", "print('answer {}'); input()"]
+
+    async def ask():
+        await process.start()
+        with pytest.raises((module.RefusedError, OSError)):
+            await process.run([], 1, 1, 0)
+        await process.close()
+        await process.close()
+
+    asyncio.run(ask())
 
 
 def test_a_profile_is_summed_a_step(monkeypatch):
