@@ -333,14 +333,15 @@ def _zero_a_block(backend: Any, going_on: dict[tuple[str, int], Any]) -> None:
             backend.core.rpc("seer_zero_blocks", blocks=[manager.get_block_ids(run_id)[0][0]])
 
 
-def _plant_in_rows(module: ModuleType, now: Now) -> None:
-    table = module.SamplingTable
-    step = table.step
+def _plant_in_rows(module: ModuleType, now: Now, cls: str, name: str) -> None:
+    """The parameters that rows are sampled with, on CPUs."""
+    table = getattr(module, cls)
+    rows = getattr(table, name)
 
-    @functools.wraps(step)
-    def planted(self: Any, positions: Any, *rest: Any, **named: Any) -> Any:
+    @functools.wraps(rows)
+    def planted(*given: Any, **named: Any) -> Any:
         fault = now()
-        params = step(self, positions, *rest, **named)
+        params = rows(*given, **named)
         if fault is not None and fault.row is not None:
             for record in params.records:
                 if begun := _begun.get(int(record["key"]), 0):
@@ -349,7 +350,7 @@ def _plant_in_rows(module: ModuleType, now: Now) -> None:
             params = dataclasses.replace(params, extra=np.zeros_like(params.extra))
         return params
 
-    table.step = planted
+    setattr(table, name, planted)
 
 
 def _plant_in_texts(module: ModuleType, now: Now) -> None:
@@ -409,7 +410,12 @@ _PLANTS: dict[str, tuple[Callable[..., None], ...]] = {
     ),
     "seer.services.engine.replay.backend": (functools.partial(_plant_in_backend, cls="ReplayBackend"),),
     "seer.services.engine.vllm.grammars": (_plant_in_grammars,),
-    "seer.services.engine.vllm.sampling.rows": (_plant_in_rows,),
+    "seer.services.engine.vllm.sampling.rows": (
+        functools.partial(_plant_in_rows, cls="SamplingTable", name="step"),
+    ),
+    "seer.services.engine.vllm.sampling.slot_rows": (
+        functools.partial(_plant_in_rows, cls="SlotRows", name="rows"),
+    ),
     "seer.services.engine.vllm.kv_pool.block_copies": (_plant_in_copies,),
 }
 
