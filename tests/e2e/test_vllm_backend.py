@@ -36,10 +36,12 @@ from engine_cases import (
     with_stop_id,
     with_stop_string,
 )
+from planted import faults
 
 from seer.common.errors import EngineError, InvalidField, Unsampleable
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.sampling import slot_rows
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,19 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
     engine.fault_position = None
     clear(engine)
+
+
+def test_a_fault_of_positions_is_planted_where_an_engine_reads_them(backend, monkeypatch):
+    """Else `seer verify` would be shown to find faults that were none: planted where nothing looks."""
+    chunks = [chunk("here", BASE), chunk("elsewhere", BASE, key=KEY + 1)]
+    sound = run(backend, chunks)
+    begun, fault = {KEY: len(PROMPT)}, faults.FAULTS["position-one-more"]
+    monkeypatch.setattr(faults, "_begun", begun)
+    monkeypatch.setattr(slot_rows.SlotRows, "rows", slot_rows.SlotRows.rows)  # to have it back at the end
+    faults._plant_in_rows(slot_rows, lambda: fault, cls="SlotRows", name="rows")
+    found = run(backend, chunks)
+    assert found["here"].tokens != sound["here"].tokens
+    assert found["elsewhere"].tokens == sound["elsewhere"].tokens
 
 
 @pytest.mark.parametrize("case", CASES)
