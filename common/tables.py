@@ -26,7 +26,7 @@ REMOVED = {
     "dgds.ttl_seconds": "leave it out: groups are kept for 600 s after their last use",
     "engine.fault_position": "leave it out: `seer verify --plant-fault` plants a fault by itself",
     "engine.flush_seconds": "leave it out: tokens go to the dgds within 0.25 s",
-    "engine.flush_tokens": "leave it out: 64 new tokens of a request go to the dgds at once",
+    "engine.flush_tokens": "leave it out: tokens go to the dgds within 0.25 s",
     "engine.media_bytes": "set engine.image_bytes",
     "engine.replay_mean_tokens": "write mean_tokens under [engine.replay]",
     "engine.replay_row_seconds": "write row_seconds under [engine.replay]",

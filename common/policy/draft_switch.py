@@ -135,7 +135,7 @@ class _PromptSeconds:
     """
 
     def __init__(self) -> None:
-        self._steps = self._products = self._tokens = self._seconds = 0.0
+        self._steps = self._slices = self._products = self._squares = 0.0
 
     def learn(self, ended: _Slice) -> float:
         """Learn from a slice; return what is known now."""
@@ -144,13 +144,13 @@ class _PromptSeconds:
         varies = sum(b * b for _, b in pairs)
         self._steps = PROMPTS_KEPT * self._steps + len(pairs) - 1
         self._products = PROMPTS_KEPT * self._products + sum(a * b for a, b in pairs) / (varies or 1.0)
-        self._tokens = PROMPTS_KEPT * self._tokens + sum(a * a for a, _ in pairs) / (varies or 1.0)
-        self._seconds = PROMPTS_KEPT * self._seconds + (varies > 0)
+        self._squares = PROMPTS_KEPT * self._squares + sum(a * a for a, _ in pairs) / (varies or 1.0)
+        self._slices = PROMPTS_KEPT * self._slices + (varies > 0)
         known = self._products**2 * self._steps
-        chance = self._tokens * self._seconds - self._products**2
+        chance = self._squares * self._slices - self._products**2
         if self._products <= 0 or known <= chance:  # nothing is, once all has faded
             return 0.0
-        return (1 - chance / known) * self._products / self._tokens
+        return (1 - chance / known) * self._products / self._squares
 
 
 class DraftSwitch:

@@ -5,8 +5,7 @@ Generation never waits for it.
 Invariants (tests/unit/test_dgds_client.py asserts them):
 - `register`, `begin`, `append` and `forget` never block, never fail and hold bounded memory: past
   `max_retained_tokens`, the request that was not appended to for longest is dropped whole, counted;
-- one `AppendBatch` per flush and dgds carries the new tokens of all requests; a flush happens when a
-  request has `flush_tokens` new ones, and at most `flush_seconds` after the first;
+- one `AppendBatch` per flush and dgds has the new tokens of all requests, `flush_seconds` after the first;
 - lost messages are sent again: at a request's next append the dgds says what it lacks (`AppendGaps`), and
   after a restart it is sent everything retained;
 - while a dgds is absent, only the groups that it serves are affected; it is counted and logged once;
@@ -39,10 +38,7 @@ MAX_RETAINED_TOKENS = 16_000_000
 """Tokens kept for re-sending, 64 MiB: more than an engine's KV cache commonly holds."""
 
 FLUSH_SECONDS = 0.05
-"""Longest time that new tokens wait to be sent: fresher ones draft little better, and are more messages."""
-
-FLUSH_TOKENS = 64
-"""So many new tokens of a request are sent at once: they are several drafts' worth."""
+"""How long new tokens wait to be sent: those of other requests go along, in one message."""
 
 FETCH_SECONDS = 1.0
 """Default deadline of a fetch: drafts from older tokens cost less than waiting longer."""
@@ -59,11 +55,10 @@ class DgdsClient:
         clock: Clock,
         max_retained_tokens: int = MAX_RETAINED_TOKENS,
         flush_seconds: float = FLUSH_SECONDS,
-        flush_tokens: int = FLUSH_TOKENS,
     ) -> None:
         self.counters: Counter[str] = Counter()
         each = shards(endpoint)
-        bounds = max_retained_tokens // len(each), self.counters, flush_seconds, flush_tokens
+        bounds = max_retained_tokens // len(each), self.counters, flush_seconds
         self._connections = [DgdsConnection(transport, one, identity, clock, *bounds) for one in each]
         self._prompts: OrderedDict[str, int] = OrderedDict()
         self._log = get_logger()
@@ -94,13 +89,14 @@ class DgdsClient:
         if self._packable(index, output):
             connection.outputs.begin((group, index), attempt, output)
             if connection.outputs.unsent:
-                connection.changed(0)
+                connection.changed()
 
     def append(self, group_id: str, index: int, attempt: int, previous: int, tokens: Sequence[int]) -> None:
         """Add the tokens that follow the first `previous` output tokens of an attempt."""
         group, connection = self._place(group_id)
         if self._packable(index, tokens):
-            connection.changed(connection.outputs.append((group, index), attempt, previous, tokens))
+            connection.outputs.append((group, index), attempt, previous, tokens)
+            connection.changed()
 
     # --- connection ----------------------------------------------------------------------
 

@@ -67,7 +67,6 @@ class DgdsConnection:
         max_retained_tokens: int,
         counters: Counter[str],
         flush_seconds: float,
-        flush_tokens: int,
     ) -> None:
         self.outputs = ResendBuffer(max_retained_tokens, counters)
         self._counters = counters
@@ -75,11 +74,11 @@ class DgdsConnection:
             transport, endpoint, identity, wire.DgdsToEngine, clock
         )
         self._clock = clock
-        self._flush_seconds, self._flush_tokens = flush_seconds, flush_tokens
+        self._flush_seconds = flush_seconds
         self._log = get_logger()
         self._groups: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._registering: dict[int, None] = {}
-        self._to_send, self._send_now = asyncio.Event(), asyncio.Event()
+        self._to_send = asyncio.Event()
         self._connected = False
         self._incarnation: int | None = None
         self._names: dict[int, str] = {}
@@ -103,11 +102,9 @@ class DgdsConnection:
             self._counters["dropped_registrations"] += 1
         self._to_send.set()
 
-    def changed(self, unsent: int) -> None:
-        """Flush `outputs` soon, or at once if a response has `flush_tokens` or more `unsent` ones."""
+    def changed(self) -> None:
+        """Flush `outputs` soon."""
         self._to_send.set()
-        if unsent >= self._flush_tokens:
-            self._send_now.set()
 
     # --- connection ----------------------------------------------------------------------
 
@@ -175,23 +172,17 @@ class DgdsConnection:
             if gap.have == 0 and gap.group in self._groups:  # it may have dropped the whole group
                 self._registering[gap.group] = None
         self._to_send.set()
-        self._send_now.set()
 
     async def _flush_for_ever(self) -> None:
         while True:
             await self._to_send.wait()
-            try:
-                async with asyncio.timeout(self._flush_seconds):
-                    await self._send_now.wait()
-            except TimeoutError:
-                pass
+            await self._clock.sleep(self._flush_seconds)
             began = self._clock.now()
             await self._flush()
             await self._clock.sleep(min((self._clock.now() - began) / SHARE, LONGEST_PAUSE))
 
     async def _flush(self) -> None:
         self._to_send.clear()
-        self._send_now.clear()
         registering = [(group, *self._groups[group]) for group in self._registering]
         self._registering = {}
         for seconds in {ttl for _, _, ttl in registering}:

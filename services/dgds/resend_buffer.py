@@ -93,8 +93,8 @@ class ResendBuffer:
         sent = len(context) if known is None else min(known.sent, len(context))
         self._keep(key, _Output(attempt, 0, context, sent))
 
-    def append(self, key: Key, attempt: int, previous: int, tokens: Sequence[int]) -> int:
-        """Add the tokens after the first `previous`; return how many of the response are unsent."""
+    def append(self, key: Key, attempt: int, previous: int, tokens: Sequence[int]) -> None:
+        """Add the tokens after the first `previous`."""
         output = self._outputs.get(key)
         if output is None or output.attempt != attempt or output.end != previous:
             self._release(key)
@@ -106,7 +106,6 @@ class ResendBuffer:
         if not output.lost:
             self._unsent[key] = None
         self._make_room()
-        return output.end - output.sent
 
     def batch(self, most_tokens: int) -> list[Part]:
         """Hand out what is unsent, at most `most_tokens`."""

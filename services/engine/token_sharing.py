@@ -18,8 +18,8 @@ from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import Driver
 
 SHARE_SECONDS = 0.2
-"""Longest time that tokens of a chunk wait to be shared: fresher ones draft hardly better, and sharing takes
-2 us a chunk, in which the engine's steps wait for Python's lock."""
+"""Longest time that tokens of a chunk wait to be shared. Siblings that run here draft from them at once; for
+others each sharing takes time of the event loop, in which the engine's steps wait for Python's lock."""
 
 
 class TokenSharing:

@@ -118,6 +118,6 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     server = EngineServer(config, transport, clock, backend)
     server._driver = server._updater._driver = ChaosDriver(backend, server, clock, nature)
     assert server.sharing is not None
-    server.sharing.groups = DraftGroups()
+    server.sharing.groups, server.sharing._driver = DraftGroups(), server._driver
     server._updater.checker.model = Manifest({"w": Tensor("F32", (1000,))}, "")  # to compare plans with
     return server

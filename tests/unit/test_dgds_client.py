@@ -54,18 +54,6 @@ async def test_tokens_of_all_requests_share_a_batch_per_flush():
         assert client.counters["batches"] == 1
 
 
-async def test_many_tokens_of_one_request_are_flushed_at_once():
-    async with system() as it:
-        client = it.client(flush_seconds=100.0, flush_tokens=8)
-        await asyncio.sleep(1)
-        client.append(GROUP, 0, 1, 0, range(7))
-        await asyncio.sleep(1)
-        assert it.held() is None
-        client.append(GROUP, 0, 1, 7, [7])
-        await asyncio.sleep(1)
-        assert it.held() == list(range(8))
-
-
 async def test_an_absent_dgds_costs_counters_and_is_caught_up_with_when_it_comes():
     async with system(started=False) as it:
         client = it.client()

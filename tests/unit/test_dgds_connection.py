@@ -70,7 +70,7 @@ async def test_a_dgds_that_never_came_is_not_waited_for():
 
 async def test_flushes_that_take_long_come_seldom():
     async with system() as it:
-        client = it.client()
+        client = it.client(flush_seconds=0.0)
         await asyncio.sleep(1)
         (connection,) = client._connections
         flushes, flush = [], connection._flush
@@ -83,7 +83,7 @@ async def test_flushes_that_take_long_come_seldom():
         connection._flush = slowly
         for place in range(400):
             connection.outputs.append(KEY, 1, place, [1])
-            connection.changed(connection._flush_tokens)
+            connection.changed()
             await asyncio.sleep(0.005)
         assert 0.5 < len(flushes) * 0.004 / (2 * SHARE) <= 1.1, "at most that share of two seconds"
 

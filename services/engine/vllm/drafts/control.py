@@ -151,7 +151,7 @@ class Drafting:
             self._chosen_for, self._chosen_steps = requests, CHOICE_STEPS
         return self._chosen
 
-    def end_step(self, tokens: int, seconds: float, *, usual: bool, prefilled: int = 0) -> None:
+    def end_step(self, tokens: int, seconds: float, *, usual: bool, prefilled: int) -> None:
         """Count what a step brought; see `DraftSwitch.end`."""
         as_wanted = self.agreed is None or bool(self.agreed) == bool(self.wanted)
         if self._switch is not None and as_wanted:
