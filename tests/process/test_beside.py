@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -86,6 +87,9 @@ async def test_verify_beside_a_running_system_changes_nothing_of_it(
     prompts.write_text(json.dumps({"id": "p", "prompt_token_ids": [1, 2, 3]}))
     async with LocalSystem(production, 1) as system, RolloutClient(system.endpoint) as client:
         await (await client.submit([[1], [2]], n=2, sampling=SamplingParams(max_tokens=30))).result()
+        async with asyncio.timeout(30):  # the last tokens reach the dgds a little after the answer
+            while not (tmp_path / "its" / "remembered").exists():
+                await asyncio.sleep(0.05)
         keys = replace(production.security, key=str(tmp_path / "no-key"))
         file.write_text(dump(replace(production, security=keys)))
         pids = list(system.pids.values())
