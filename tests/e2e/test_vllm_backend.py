@@ -38,10 +38,13 @@ from engine_cases import (
 )
 from planted import faults
 
+from seer.client.results import Response
 from seer.common.errors import EngineError, InvalidField, Unsampleable
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.sampling import slot_rows
+from seer.verify import teacher
+from seer.verify.compare import Mismatch
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,28 @@ def test_logprobs_are_those_of_a_plain_forward_pass(backend, tiny_model, mode):
         shown = np.where(shown < np.sort(shown, -1)[:, -9:-8], -np.inf, shown)
     expected = log_softmax(shown)[np.arange(LENGTH), response.tokens]
     np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "off", "blamed"),
+    [
+        (SamplingParams(max_tokens=LENGTH, temperature=0.7, top_k=9), "reference", True),
+        (SamplingParams(max_tokens=LENGTH, temperature=0.7, logprobs="raw"), "found", False),
+    ],
+)
+def test_the_teacher_of_verify_says_which_of_two_logprobs_is_off(backend, sampling, off, blamed):
+    said = one_go(backend, sampling)
+    ids, logprobs = np.array(said.tokens, np.int32), np.array(said.logprobs, np.float32)
+    response = Response(0, ids, logprobs, None, "length", "")
+    for at in (0, len(ids) // 2):
+        values = dict.fromkeys(("reference", "found"), float(logprobs[at])) | {
+            off: float(logprobs[at]) + 0.002
+        }
+        mismatch = Mismatch(kind="logprob", prompt_id="p", index=0, position=at, **values)
+        case = teacher.Divergence(mismatch, response, response, PROMPT)
+        found = teacher.with_logprob(case, sampling, backend)
+        assert found.expected == pytest.approx(float(logprobs[at]), abs=1e-4)
+        assert (found.verdict, found.blames_reference) == ("bug", blamed)
 
 
 def test_greedy_is_the_argmax_of_a_plain_forward_pass(backend, tiny_model):

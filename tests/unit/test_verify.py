@@ -307,6 +307,19 @@ def numeric() -> Mismatch:
     return judge_token(token_mismatch(0, 1), evidence([5.0, 5.0]), PLAIN, 0.0)
 
 
+def logprobs_off(expected: float | None) -> Mismatch:
+    numbers = {"reference": -1.0, "found": -1.002, "expected": expected}
+    return Mismatch(kind="logprob", prompt_id="a", index=0, position=0, **numbers)
+
+
+def test_an_engine_of_the_reference_that_computed_wrongly_is_named():
+    wrong = "in 2 of 3 that differ: the engine of one-go computed wrongly"
+    whose = [logprobs_off(each) for each in (-1.002, -1.0019, -1.0, None)]
+    (bugs, named) = report(*whose).failures()
+    assert (bugs, wrong in named) == ("chunk-1 has 4 bugs, 0 unjudged", True)
+    assert len(report(*whose[2:]).failures()) == 1
+
+
 @pytest.mark.parametrize(
     ("found", "says"),
     [

@@ -47,7 +47,8 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """One difference. `position` counts the response's own tokens from 0; of `routes`, the prompt's, too.
 
     For tokens: `gap` is the smallest error that would explain both, `error` the one measured, in
-    logits, `expected` what the teacher draws there; None where nothing was measured.
+    logits. `expected`: the token that the teacher draws there, or the teacher's logprob. None where nothing
+    was measured.
     """
 
     kind: Kind
@@ -59,7 +60,13 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict = "bug"
     gap: float | None = None
     error: float | None = None
-    expected: int | None = None
+    expected: int | float | None = None
+
+    @property
+    def blames_reference(self) -> bool:
+        """Whether the teacher's logprob is nearer to the found one."""
+        ours, theirs, its = (float(each or 0) for each in (self.reference, self.found, self.expected))
+        return abs(ours - its) > abs(theirs - its)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

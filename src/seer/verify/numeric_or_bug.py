@@ -78,13 +78,20 @@ def logprob_deviation(
     """Return how far the two runs' logprobs are off around a divergence, in raw logits."""
     near = slice(max(0, position - WINDOW), position)
     between = np.abs(ours.logprobs[near] - theirs.logprobs[near]).astype(np.float64)
-    scaled = evidence.logits[0].astype(np.float64) / (temperature or 1.0)
-    total = scaled.max() + math.log(np.exp(scaled - scaled.max()).sum())
     at = [
-        abs(float(run.logprobs[position] - (scaled[run.token_ids[position]] - total)))
+        abs(
+            float(run.logprobs[position])
+            - logprob(evidence.logits[0], int(run.token_ids[position]), temperature)
+        )
         for run in (ours, theirs)
     ]
     return to_logits(max(at + between.tolist()), temperature)
+
+
+def logprob(logits: npt.NDArray[np.float32], token: int, temperature: float) -> float:
+    """Return a token's logprob under raw logits [vocab], scaled by the temperature."""
+    scaled = logits.astype(np.float64) / (temperature or 1.0)
+    return float(scaled[token] - scaled.max() - math.log(np.exp(scaled - scaled.max()).sum()))
 
 
 # --- the error that was measured ---------------------------------------------------------------

@@ -50,6 +50,11 @@ class CellReport(msgspec.Struct, kw_only=True):
         """All differences from the reference, to be replaced as they are judged."""
         return [] if self.comparison is None else self.comparison.mismatches
 
+    @property
+    def with_teacher(self) -> list[Mismatch]:
+        """Differences of logprobs of which it is known what the teacher has."""
+        return [m for m in self.mismatches if m.kind == "logprob" and m.expected is not None]
+
     def count(self, verdict: Verdict, *, judged: bool = False) -> int:
         """Count mismatches of a verdict, or only measured mismatches."""
         return sum(m.verdict == verdict and (m.gap is not None or not judged) for m in self.mismatches)
@@ -130,6 +135,11 @@ class Report(msgspec.Struct, kw_only=True):
                 found.append(f"{cell.name} did not finish: {cell.error}")
             if cell.count("bug"):
                 found.append(f"{cell.name} has {cell.count('bug')} bugs, {cell.count('unjudged')} unjudged")
+            if blamed := sum(mismatch.blames_reference for mismatch in cell.with_teacher):
+                found.append(
+                    f"{cell.name} has the teacher's logprobs in {blamed} of {len(cell.with_teacher)} that "
+                    f"differ: the engine of {self.reference.name} computed wrongly, whatever the schedule"
+                )
             if inexact := self._inexact(cell):
                 found.append(f"{cell.name} has {inexact}: batch-invariant kernels leave none")
         if self.trainer is not None and not self.trainer.best.largest <= self.logprob_tolerance:
@@ -248,6 +258,8 @@ def _figures(cell: CellReport) -> list[str]:
 def _described(m: Mismatch) -> str:
     where = f"{m.verdict}: {m.kind} of {m.prompt_id}#{m.index} at {m.position}"
     what = f"{m.reference} in the reference, {m.found} here"
+    if m.expected is not None:
+        what = f"{what}, {m.expected} by the teacher"
     if m.gap is None or m.error is None:
         return f"{where}: {what}"
-    return f"{where}: {what}, {m.expected} by the teacher; gap {m.gap:.2e}, error {m.error:.2e}"
+    return f"{where}: {what}; gap {m.gap:.2e}, error {m.error:.2e}"

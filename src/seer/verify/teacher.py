@@ -1,5 +1,7 @@
 """The teacher: engines in this process, forced along the reference, give every token mismatch its verdict.
 
+Logprobs that differ are bugs whatever the teacher has; it says its own: which run is off tells where to look.
+
 Invariants:
 - no engine is loaded unless there is something to judge, and one at a time;
 - the teacher is no engine of a cell, and goes another way than any cell: `logit_spread.logits_by_ways`;
@@ -29,7 +31,7 @@ from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import PlacedImage
 from seer.verify.compare import Mismatch
-from seer.verify.numeric_or_bug import Evidence, judge_token, logprob_deviation
+from seer.verify.numeric_or_bug import Evidence, judge_token, logprob, logprob_deviation
 from seer.verify.report import CellReport, Report
 from seer.verify.turns import Shown
 
@@ -44,7 +46,10 @@ Compared = tuple[Sequence[Group], Sequence[Group]]
 
 @dataclass(slots=True)
 class Divergence:
-    """One token mismatch. `own` [1, vocab] is from the engine of `found`, if that computes otherwise."""
+    """One mismatch of tokens or logprobs.
+
+    `own` [1, vocab], of tokens, is from the engine of `found`, if that computes otherwise.
+    """
 
     mismatch: Mismatch
     reference: Response
@@ -79,7 +84,7 @@ def judge(
     runs: Mapping[str, Compared],
     say: Callable[[str], None],
 ) -> None:
-    """Give every token mismatch in `report` its verdict.
+    """Give every token mismatch in `report` its verdict, and logprobs that differ the teacher's.
 
     `config` is the reference's; `engines` and `runs` hold each cell's engine, and what was compared, by
     name; `images` is what responses saw.
@@ -92,12 +97,12 @@ def judge(
     ]
     if not cases:
         return
-    say(f"judging {len(cases)} token mismatches")
+    say(f"judging {len(cases)} mismatches")
     for engine in dict.fromkeys(engines[cell.name] for cell, _, _ in cases):
         if engine != config.engine:
             with in_process(replace(config, engine=engine)) as backend:
                 for cell, _, case in cases:
-                    if engines[cell.name] == engine:
+                    if engines[cell.name] == engine and case.mismatch.kind == "token":
                         case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
     with in_process(config) as backend:
         for cell, slot, case in cases:
@@ -110,7 +115,7 @@ def _cases(
     ours = {group.prompt_id: group for group in reference}
     theirs = {group.prompt_id: group for group in found}
     for slot, mismatch in enumerate(cell.mismatches):
-        if mismatch.kind == "token":
+        if mismatch.kind in ("token", "logprob"):
             group = ours[mismatch.prompt_id]
             yield (
                 slot,
@@ -125,11 +130,12 @@ def _cases(
 
 
 def _judge(cell: CellReport, case: Divergence, report: Report, backend: VllmBackend) -> Mismatch:
-    mismatch = case.mismatch
+    mismatch, sampling = case.mismatch, cell.sampling or report.sampling
+    if mismatch.kind == "logprob":
+        return mismatch if len(cell.with_teacher) >= ENOUGH_BUGS else with_logprob(case, sampling, backend)
     if cell.count("bug", judged=True) >= ENOUGH_BUGS:
         return replace(mismatch, verdict="unjudged")
     key = ids.request_key(report.seed, report.rollout_number, mismatch.prompt_id, mismatch.index)
-    sampling = cell.sampling or report.sampling
     return judged(case, sampling, report.dtype, report.logprob_tolerance, backend, key)
 
 
@@ -146,6 +152,19 @@ def judged(
     position = case.mismatch.position
     deviation = logprob_deviation(case.reference, case.found, position, evidence, sampling.temperature)
     return judge_token(case.mismatch, evidence, sampling, tolerance, deviation)
+
+
+def with_logprob(case: Divergence, sampling: SamplingParams, backend: VllmBackend) -> Mismatch:
+    """Return logprobs that differ with the teacher's; as they are where truncation decides them."""
+    from seer.services.engine.vllm.logit_spread import forbid
+
+    if sampling.logprobs == "processed":
+        return case.mismatch
+    logits = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
+    forbid(logits, case.context, len(case.prompt), sampling, backend.core)
+    temperature = sampling.temperature if sampling.logprobs == "scaled" else 1.0
+    token = int(case.reference.token_ids[case.mismatch.position])
+    return replace(case.mismatch, expected=logprob(logits[0], token, temperature))
 
 
 def _evidence(
