@@ -37,7 +37,9 @@ HERE = Path(__file__).parent
 UV = str(HERE.parent / "build" / "uv" / "bin" / "uv")
 """`make lock` puts it there."""
 
-CORE = ["click", "isal", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
+CORE = [
+    "blake3", "click", "isal", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop",
+]  # fmt: skip
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 METRICS = ["prometheus-client"]
 SPANS = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]
