@@ -325,7 +325,7 @@ class RolloutClient(NamesNextPrompts):
         self._update = update = update_of(version, source, digest, in_flight, self.deltas, base)
         try:
             async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
-                live = await update.run(self._channel.send)
+                live = await update.run(self._channel.send, self._channel.digests)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: no weights within {timeout_seconds:g} s") from error
         finally:

@@ -17,6 +17,7 @@ import numpy as np
 
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
+from seer.common.weights.digest import BLAKE3
 from seer.common.weights.mooncake import SCHEME, RegisteredMemory, TransferEngine, Transport, open_engine
 from seer.common.wire import Bytes
 
@@ -47,7 +48,7 @@ class MooncakeSource:
         self._engine: TransferEngine | None = None
         self._room: Bytes = np.empty(0, dtype=np.uint8)
 
-    def offer(self, name: str) -> tuple[str, str]:
+    def offer(self, name: str, tag: str = BLAKE3) -> tuple[str, str]:
         """Copy the tensors; return the source that engines read from, and the digest. Blocks."""
         stream = TensorStream(self.tensors)
         engine = self._engine = self._engine or open_engine(self._host, self._protocol, self._device)
@@ -63,7 +64,7 @@ class MooncakeSource:
             pointer=self._room.ctypes.data,
             size=stream.size,
         )
-        return SCHEME + msgspec.json.encode(memory).decode(), stream.digest()
+        return SCHEME + msgspec.json.encode(memory).decode(), stream.digest(tag)
 
     def close(self) -> None:
         """Free the copy's memory: no engine can read it any more."""

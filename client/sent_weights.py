@@ -24,7 +24,7 @@ from seer.client.tensor_stream import Entry, Tensor, TensorStream, bytes_of, ent
 from seer.common.process.log import get_logger
 from seer.common.process.memory_limit import free_bytes
 from seer.common.weights.delta import BASE, GAPS, VALUES, WHOLE, Changes, changes
-from seer.common.weights.digest import digest_of
+from seer.common.weights.digest import BLAKE3, digest_of
 from seer.common.wire import Bytes
 
 PAYS = 0.5
@@ -64,9 +64,13 @@ ALONE = Alone()
 
 @dataclass(slots=True)
 class _Kept:
-    """A stream: its name in the spool, its version and header, hash and bytes of own tensors by name."""
+    """A stream: its name in the spool, its version and header, hash and bytes of own tensors by name.
+
+    `tag`: of the hashes.
+    """
 
     head: Bytes
+    tag: str
     hashes: dict[str, bytes]
     data: dict[str, Bytes]
     name: str = ""
@@ -122,9 +126,14 @@ class SentWeights:
         self.last = Sending(0, 0, "nothing was sent yet")
         """How the last tensors that are live were sent."""
 
-    def plan(self, stream: TensorStream, base: int | None, ranks: Together = ALONE) -> Plan:
-        """Return how to send a stream. `base`: the version that a delta has to be to; None: if it pays."""
-        states = ranks.on_all(lambda: self._state(stream, base, ranks.rank))
+    def plan(
+        self, stream: TensorStream, base: int | None, ranks: Together = ALONE, tag: str = BLAKE3
+    ) -> Plan:
+        """Return how to send a stream. `base`: the version that a delta has to be to; None: if it pays.
+
+        `tag`: of the digest.
+        """
+        states = ranks.on_all(lambda: self._state(stream, base, ranks.rank, tag))
         why = next((each.why for each in states if each.why), "")
         if len({each.name for each in states}) > 1:
             why = why or "not all ranks sent the same tensors last"
@@ -144,12 +153,12 @@ class SentWeights:
         def look(entry: Entry, data: Bytes) -> bytes:
             if keep:
                 kept[entry.name] = data.copy() if _is_view(entry.tensor) else data
-            return hash_of(entry, data)
+            return hash_of(entry, data, tag)
 
         hashes = ranks.on_all(lambda: stream.each(look, ranks.rank))
-        plan = Plan(stream, _digest(hashes), keep=keep, why=why)
+        plan = Plan(stream, _digest(hashes, tag), keep=keep, why=why)
         if keep:
-            plan.kept = _Kept(stream.head, hashes[ranks.rank], kept)
+            plan.kept = _Kept(stream.head, tag, hashes[ranks.rank], kept)
         return plan
 
     def live(self, plan: Plan, name: str, version: int, *, whole: bool) -> None:
@@ -172,7 +181,7 @@ class SentWeights:
         """Keep nothing: other weights became live."""
         self._sent = None
 
-    def _state(self, stream: TensorStream, base: int | None, rank: int) -> _State:
+    def _state(self, stream: TensorStream, base: int | None, rank: int, tag: str) -> _State:
         sent = self._sent
         why, name = "", "" if sent is None else sent.name
         if not self._enabled:
@@ -182,6 +191,8 @@ class SentWeights:
             why = rests or "no earlier tensors of this client are live"
         elif base not in (None, sent.version):
             why = f"base {base} is not what this client sent last, version {sent.version}"
+        elif tag != sent.tag:
+            why = "digests of weights are computed by another function than before"
         elif not np.array_equal(sent.head, stream.head) or sent.data.keys() != {
             entry.name for entry in stream.own(rank)
         }:
@@ -195,20 +206,20 @@ class SentWeights:
 
         def look(entry: Entry, data: Bytes) -> bytes:
             if sum(sizes) > most and not forced:
-                return hash_of(entry, data)
+                return hash_of(entry, data, sent.tag)
             differs = changes(sent.data[entry.name], data, entry.tensor.dtype.itemsize)
             if differs is not None and not len(differs.gaps):
                 return sent.hashes[entry.name]
             plan.found[entry.name] = differs
             sizes.append(entry.size if differs is None else differs.size)
-            return hash_of(entry, data)
+            return hash_of(entry, data, sent.tag)
 
         def own() -> tuple[dict[str, bytes], int, dict[str, _Shape | None]]:
             hashes = stream.each(look, ranks.rank)
             return hashes, sum(sizes), {name: _shape(each) for name, each in plan.found.items()}
 
         parts = ranks.on_all(own)
-        plan.digest, plan.hashes = _digest([hashes for hashes, *_ in parts]), parts[ranks.rank][0]
+        plan.digest, plan.hashes = _digest([hashes for hashes, *_ in parts], sent.tag), parts[ranks.rank][0]
         if forced or sum(size for _, size, _ in parts) <= most:
             found = {name: each and _blank(*each) for *_, shapes in parts for name, each in shapes.items()}
             plan.delta = _stream_of(stream, found | plan.found, sent.name)
@@ -223,8 +234,8 @@ def sent_weights(deltas: SentWeights | bool) -> SentWeights:
     return SentWeights(enabled=deltas) if isinstance(deltas, bool) else deltas
 
 
-def _digest(hashes: list[dict[str, bytes]]) -> str:
-    return digest_of({name: each for own in hashes for name, each in own.items()})
+def _digest(hashes: list[dict[str, bytes]], tag: str) -> str:
+    return digest_of({name: each for own in hashes for name, each in own.items()}, tag)
 
 
 def _has_room(stream: TensorStream, ranks: Together) -> bool:

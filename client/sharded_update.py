@@ -24,6 +24,7 @@ from seer.client.upload import Send
 from seer.client.weight_update import InFlight, Source, Update
 from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
 from seer.common.process.log import get_logger
+from seer.common.weights.digest import BLAKE3
 from seer.common.wire import SPOOL_SCHEME, WeightsFailed, WeightsLive
 
 TELL_SECONDS = 60.0
@@ -67,10 +68,10 @@ class ShardedUpdate(Update):
         self._heard: asyncio.Queue[_Heard] = asyncio.Queue()  # at most three
         self._told: _Told | None = None
 
-    async def run(self, send: Send) -> WeightsLive:
+    async def run(self, send: Send, tag: str = BLAKE3) -> WeightsLive:
         """See `Update.run`."""
         try:
-            return await super().run(send)
+            return await super().run(send, tag)
         finally:
             self._outcomes.put(_ENDED)  # unless it has told another end
 
@@ -78,15 +79,15 @@ class ShardedUpdate(Update):
         """Make all collective calls of the update. Each blocks until all ranks have made it."""
         source, ranks = self._source, self._source.ranks
         with ranks.turn:
-            found = ranks.gather((self._name, self._asked))
-            self._name, first = found[0]
-            for rank, (_, asked) in enumerate(found):
+            found = ranks.gather((self._name, self._tag, self._asked))
+            self._name, self._tag, first = found[0]
+            for rank, (*_, asked) in enumerate(found):
                 for name, value in asked.items():
                     if value != first[name]:
                         raise InvalidField(
                             name, value, f"give the same on ranks 0 and {rank}: {first[name]!r}"
                         )
-            yield self._deltas.plan(source.stream, self._base, source)
+            yield self._deltas.plan(source.stream, self._base, source, self._tag)
             again = True
             while again:
                 told: _Told = ranks.tell(self._outcomes.get() if self._rank == 0 else None)

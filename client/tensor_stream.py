@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from seer.common.errors import InvalidField
-from seer.common.weights.digest import digest_of, tensor_hash
+from seer.common.weights.digest import BLAKE3, digest_of, tensor_hash
 from seer.common.wire import Bytes
 
 _TYPES = {
@@ -94,9 +94,9 @@ class TensorStream:
             found.append((owner, begin, start + entry.size))
         return [each for each in found if each[1] < each[2]]
 
-    def digest(self) -> str:
-        """Return the digest (32 hex characters) of all tensors, which are all here; reads every byte."""
-        return digest_of(self.each(hash_of))
+    def digest(self, tag: str = BLAKE3) -> str:
+        """Return the digest of all tensors, which are all here; reads every byte."""
+        return digest_of(self.each(lambda entry, data: hash_of(entry, data, tag)), tag)
 
     def own(self, rank: int = 0) -> list[Entry]:
         """Return a rank's tensors, in their order here."""
@@ -105,7 +105,7 @@ class TensorStream:
     def each(self, work: Callable[[Entry, Bytes], T], rank: int = 0) -> dict[str, T]:
         """Return by name what `work` returns for each tensor of a rank and its bytes; in threads."""
         own = self.own(rank)
-        with ThreadPoolExecutor() as pool:  # hashlib and numpy release the GIL
+        with ThreadPoolExecutor() as pool:  # hashes and numpy release the GIL
             found = pool.map(lambda entry: work(entry, bytes_of(entry.tensor)), own)
             return dict(zip((entry.name for entry in own), found, strict=True))
 
@@ -128,9 +128,9 @@ class TensorStream:
         return last[1]
 
 
-def hash_of(entry: Entry, data: Bytes) -> bytes:
+def hash_of(entry: Entry, data: Bytes, tag: str) -> bytes:
     """Return the hash of a tensor, with its bytes."""
-    known = tensor_hash(entry.name, entry.dtype, entry.shape)
+    known = tensor_hash(entry.name, entry.dtype, entry.shape, tag)
     known.update(data.data)
     return known.digest()
 

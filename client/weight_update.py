@@ -32,6 +32,7 @@ from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.process.log import get_logger
 from seer.common.process.threads import until_ended
+from seer.common.weights.digest import BLAKE3, tag_of
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.lora import source_of
 from seer.common.wire import (
@@ -96,7 +97,7 @@ class Update:
         self.request = UpdateWeights(
             version=version, source=where, digest=digest, in_flight=in_flight, call_id=new_call_id()
         )
-        self._requested = False
+        self._requested, self._tag = False, BLAKE3
         self._transfer: Transfer | None = None
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
 
@@ -105,11 +106,13 @@ class Update:
         if self._requested:
             await self._send_request(send)
 
-    async def run(self, send: Send) -> WeightsLive:
+    async def run(self, send: Send, tag: str = BLAKE3) -> WeightsLive:
         """Send the request, and the tensors if there are any, and wait for the answer.
 
-        Raises `WeightsRefused`, or the error of the connection.
+        `tag`: of the digest that is named, unless the caller named one. Raises `WeightsRefused`, or the error
+        of the connection.
         """
+        self._tag = tag_of(self.request.digest or tag)
         if self.in_place is None:
             return await self._run_checked(send)
         self._deltas.forget()
@@ -154,24 +157,24 @@ class Update:
     async def _prepare(self) -> None:
         """Find out what is sent, and its digest."""
         if self.adapter is not None:
-            base = await asyncio.to_thread(self.adapter.base_digest)
+            base = await asyncio.to_thread(self.adapter.base_digest, self._tag)
             self.request.source = source_of(self.request.source, base)
-            if digest := await asyncio.to_thread(self.adapter.digest):
+            if digest := await asyncio.to_thread(self.adapter.digest, self._tag):
                 self._set_digest(digest)
         elif self.in_place is not None and self.stream is not None:
-            self._set_digest(await asyncio.to_thread(self.stream.digest))
+            self._set_digest(await asyncio.to_thread(self.stream.digest, self._tag))
         elif self.stream is not None:
             # The next update may begin once this one is cancelled: two plans must not run at once.
             self._plan = await self._planned(self.stream)
             self._set_digest(self._plan.digest)
         if self._mooncake is not None:
-            self.request.source, found = await until_ended(self._mooncake.offer, self._name)
+            self.request.source, found = await until_ended(self._mooncake.offer, self._name, self._tag)
             self._set_digest(found)
         if self.stream is not None:
             self._upload = Upload(self._name, self._plan or Plan(self.stream), self._rank)
 
     async def _planned(self, stream: TensorStream) -> Plan:
-        return await until_ended(self._deltas.plan, stream, self._base)
+        return await until_ended(self._deltas.plan, stream, self._base, tag=self._tag)
 
     async def _run(self, send: Send) -> WeightsLive:
         upload = None

@@ -13,6 +13,7 @@ from seer.common.config import Config, EngineConfig, ReplayConfig, SharedConfig,
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
 from seer.common.types import SamplingParams
+from seer.common.weights.digest import BLAKE3
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 
@@ -39,7 +40,7 @@ class Buffer:
     async def start(self):
         self.transport = MemoryTransport(self.network)
         router = await self.transport.router(self.config.endpoints.engines)
-        self.hub = Hub(router, self.me, wire.EngineToBuffer, require_config_hash=True)
+        self.hub = Hub(router, self.me, wire.EngineToBuffer, require_config_hash=True, digests=lambda: BLAKE3)
         self.listening = asyncio.create_task(self._listen())
 
     async def _listen(self):

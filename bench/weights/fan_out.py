@@ -37,6 +37,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from blake3 import blake3
 from lib.hardware import machine
 
 from seer.client import RolloutClient, sent_weights
@@ -205,7 +206,7 @@ def skip_digests() -> None:
         return {each.name: each.name.encode() for each in tensors}
 
     manifest.hashes_of = hashes  # type: ignore[assignment]
-    sent_weights.hash_of = lambda entry, _: entry.name.encode()
+    sent_weights.hash_of = lambda entry, *_: entry.name.encode()
 
 
 async def updates(size: int, *, digested: bool) -> None:
@@ -326,11 +327,7 @@ def turn(places: dict[str, str], size: int) -> dict[str, Any]:
 def digest_speed() -> dict[str, float]:
     """Return GB/s of one core by digest."""
     data = np.random.default_rng(0).bytes(2**26)
-    makes = {"blake2b": hashlib.blake2b, "sha256": hashlib.sha256}
-    with contextlib.suppress(ImportError):
-        from blake3 import blake3
-
-        makes["blake3"] = blake3
+    makes = {"blake2b": hashlib.blake2b, "sha256": hashlib.sha256, "blake3": blake3}
     speeds = {}
     for name, make in makes.items():
         times = []

@@ -40,6 +40,7 @@ class Channel(Generic[Out, In]):
         self, transport: Transport, endpoint: str, me: Identity, incoming: object, clock: Clock
     ) -> None:
         self.peer: Welcome | None = None
+        self.digests = ""  # as the last Welcome said
         self.counters = {"sent": 0, "received": 0, "malformed": 0, "hellos": 0}
         self._transport = transport
         self._endpoint = endpoint
@@ -156,7 +157,7 @@ class Channel(Generic[Out, In]):
 
     def _welcomed(self, welcome: Welcome) -> bool:
         """Return whether the caller must see it: something was lost since the last one."""
-        self.peer = welcome
+        self.peer, self.digests = welcome, welcome.digests
         if welcome.schema_hash != SCHEMA_HASH:
             self._warn_once("peer has another schema of the same protocol", welcome.schema_hash)
         missed = welcome.sent != self._arrived

@@ -69,7 +69,7 @@ class Hub(Generic[Out, In]):
     """The server's side of many channels. One task may receive while others send.
 
     `incoming` is the union that clients send; it includes `Hello`. Peers of other `roles` are refused.
-    `weight_version`: what a `Welcome` says of it.
+    `weight_version`, `digests`: what a `Welcome` says of them.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Hub(Generic[Out, In]):
         require_config_hash: bool,
         roles: frozenset[str] | None = None,
         weight_version: Callable[[], int] = lambda: -1,
+        digests: Callable[[], str] = str,
     ) -> None:
         self.counters = {
             "sent": 0, "received": 0, "malformed": 0, "strangers": 0, "refused": 0, "undeliverable": 0,
@@ -89,7 +90,7 @@ class Hub(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._require_config_hash = require_config_hash
         self._roles = roles
-        self._weight_version = weight_version
+        self._weight_version, self._digests = weight_version, digests
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         self._sessions = 0
         self._started = asyncio.get_running_loop().time()
@@ -259,6 +260,7 @@ class Hub(Generic[Out, In]):
             sent=peer.sent,
             session=peer.session,
             weight_version=self._weight_version(),
+            digests=self._digests(),
         )
 
     async def _refuse_stranger(self, identity: bytes, peer: _Peer) -> None:

@@ -11,7 +11,6 @@ Invariants (tests/unit/test_lora.py):
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from seer.common.errors import NOT_DECODED
+from seer.common.weights.digest import tag_of, tagged
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.safetensors import metadata, open_regular
@@ -98,11 +98,11 @@ def inner_source(source: str) -> str:
 
 
 def digest_of_adapter(base: str, tensors: str, config: LoraConfig) -> str:
-    """Return the digest (32 hex characters) of the weights that a base and an adapter make."""
+    """Return the digest of the weights that a base and an adapter make, by the tag of both their digests."""
     # The first pattern that matches counts, so their order does, too.
     patterns = [list((each or {}).items()) for each in (config.rank_pattern, config.alpha_pattern)]
     merged = [base, tensors, config.r, config.lora_alpha, config.use_rslora, *patterns]
-    return hashlib.blake2b(json.dumps(merged).encode(), digest_size=16).hexdigest()
+    return tagged(json.dumps(merged).encode(), tag_of(tensors))
 
 
 def read_config(folder: Path) -> LoraConfig:

@@ -83,7 +83,8 @@ class Welcome(Message, tag=True):
 
     `sent` counts the sender's messages to this peer, Welcomes apart, as in `Hello`. `session` numbers this
     admission of the peer, from 1: a new number means that something was lost, once, however often it is
-    repeated. `weight_version`: that of a buffer's live weights; -1: not known.
+    repeated. `weight_version`: that of a buffer's live weights; -1: not known. `digests`: the tag of digests
+    of weights that nobody named (`common/weights/digest.py`).
     """
 
     major: int
@@ -95,6 +96,7 @@ class Welcome(Message, tag=True):
     session: int
     uptime_seconds: float = 0.0
     weight_version: int = -1
+    digests: ShortStr = ""
 
 
 class Refused(Message, tag=True):

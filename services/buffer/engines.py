@@ -57,7 +57,12 @@ class EngineConnections:
     def bind(self, router: Router) -> None:
         """Use this socket."""
         self.hub: Hub[wire.BufferToEngine, wire.EngineToBuffer] = Hub(
-            router, self._me, wire.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
+            router,
+            self._me,
+            wire.EngineToBuffer,
+            require_config_hash=True,
+            roles=frozenset({"engine"}),
+            digests=lambda: self._weights.digests,
         )
         self.outbox = Outbox(self.hub, self._unreachable)
         self._out.bind_engines(self.hub, self.outbox)

@@ -152,6 +152,7 @@ class BufferServer:
             require_config_hash=False,
             roles=frozenset({"trainer"}),
             weight_version=lambda: self.weights.live.version if self.weights.live else 0,
+            digests=lambda: self.weights.digests,
         )
         self._out.bind_trainers(self._trainer_hub)
         self._engines.bind(engines)

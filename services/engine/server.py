@@ -168,8 +168,8 @@ class EngineServer:
     async def _join(self) -> None:
         self._info: BackendInfo = await self._driver.start(self._settings.load_seconds)
         try:
-            await self._updater.start(self._model, self._head)
-            await self._buffer.open(JOIN_SECONDS)
+            buffer = await self._buffer.open(JOIN_SECONDS)
+            await self._updater.start(self._model, self._head, buffer.digests)
             self._weights_endpoint = await self._peers.start(
                 self._copies_at(), self._endpoint, own_public(self._security)
             )

@@ -10,8 +10,10 @@ from virtual_time import VIRTUAL, eventually
 
 from seer.client import SentWeights, ShardedTensors, SharedTensors, WeightsRefused
 from seer.client.sharded_update import ShardedUpdate
+from seer.client.tensor_stream import TensorStream
 from seer.client.weight_update import Update, new_call_id
 from seer.common import wire
+from seer.common.weights.digest import BLAKE3
 
 pytestmark = VIRTUAL
 
@@ -145,10 +147,10 @@ async def test_an_update_that_is_cancelled_changes_nothing_any_more(monkeypatch)
     """Else it could note its tensors as what was sent, after the next update has noted its own."""
     begun, go_on, plan = threading.Event(), threading.Event(), SentWeights.plan
 
-    def slow(self, *args):
+    def slow(self, *args, **options):
         begun.set()
         go_on.wait(10)
-        return plan(self, *args)
+        return plan(self, *args, **options)
 
     monkeypatch.setattr(SentWeights, "plan", slow)
     deltas = SentWeights()
@@ -217,3 +219,27 @@ async def test_a_rank_whose_update_is_cancelled_makes_all_collective_calls_of_it
             return rank.gather(rank.rank)
 
     assert await asyncio.to_thread(on_each, ranks, next_one) == [[0, 1]] * 2
+
+
+@pytest.mark.real_time
+async def test_all_ranks_compute_digests_as_the_first_was_told_to():
+    """Another one may have asked the buffer before it heard of an update."""
+    ranks = MadeUpRanks.all_of(2)
+    for rank in ranks:
+        rank.turn = threading.RLock()
+    shards = on_each(ranks, lambda rank: ShardedTensors(TENSORS, rank))
+    updates = [ShardedUpdate(1, shard, "", "finish") for shard in shards]
+
+    async def send(message):
+        pass
+
+    tasks = [
+        asyncio.create_task(each.run(send, tag)) for each, tag in zip(updates, ["", BLAKE3], strict=True)
+    ]
+    async with asyncio.timeout(10):
+        while not all(each.request.digest for each in updates):
+            await asyncio.sleep(0.01)
+    assert {each.request.digest for each in updates} == {TensorStream(TENSORS).digest("")}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

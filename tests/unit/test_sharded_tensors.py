@@ -151,7 +151,7 @@ def test_if_a_rank_cannot_put_its_tensors_together_all_ranks_say_so():
 
 
 def test_if_a_rank_cannot_read_its_tensors_all_ranks_say_so(monkeypatch):
-    def failing(entry, data):
+    def failing(entry, data, tag):
         if entry.name == "x":
             raise MemoryError
         return b""

@@ -137,6 +137,25 @@ def test_one_with_other_weights_of_the_same_version_gets_no_work():
     assert "start it with the same model" in machine.quarantined["b"]
 
 
+@pytest.mark.parametrize("live", [OLD, Weights(0, "blake3-d0")])
+def test_one_whose_digest_has_another_tag_shows_by_loading_which_weights_it_has(live):
+    (other,) = {OLD, Weights(0, "blake3-d0")} - {live}
+    machine = make("a", weights=live)
+    assert machine.apply(orders.joined("b", weights=other), 1.0, idle=True) == [orders.load("b", live)]
+    assert machine.admitted == {"a"}
+    assert load(machine, "b") == [weight_instructions.Admit("b")]
+
+
+def test_digests_that_nobody_names_are_as_that_of_the_live_weights():
+    machine = make()
+    assert machine.digests == "blake3-"
+    machine.apply(orders.joined("a", weights=OLD), 0.0, idle=True)
+    assert machine.digests == ""
+    ask(machine, digest="blake3-d1")
+    prepare(machine, "a", digest="blake3-d1")
+    assert machine.digests == "blake3-"
+
+
 @pytest.mark.parametrize(
     ("version", "problem"), [(0, "must be above the live one, 1"), (1, "must be above the live one, 1")]
 )

@@ -40,6 +40,7 @@ import msgspec
 from msgspec import field, structs
 
 from seer.common import wire
+from seer.common.weights.digest import BLAKE3, tag_of
 from seer.common.weights.in_place import is_in_place
 from seer.services.buffer.events import Changed, Drained, FromEngine, FromTrainer, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.fan_out import FanOut
@@ -100,6 +101,11 @@ class WeightsMachine(msgspec.Struct):
     def updating(self) -> bool:
         """Whether an update is under way."""
         return self._update is not None
+
+    @property
+    def digests(self) -> str:
+        """The tag of digests of weights that nobody named: that of the live weights' digest."""
+        return tag_of(self.live.digest) if self.live is not None and self.live.digest else BLAKE3
 
     @property
     def awaiting(self) -> str:
@@ -205,7 +211,9 @@ class WeightsMachine(msgspec.Struct):
                 self._fail({"": f"must be above the live one: {name} has version {reported.version}"}, out)
         if self._is_live(reported):
             self._fan_out.has(name, reported.source)
-        self._pending[name] = Pending(None if event.dropped else reported)
+        # A digest of another tag does not say whether these are the live weights: loading them does.
+        known = not event.dropped and tag_of(reported.digest) == tag_of(self._live_weights().digest)
+        self._pending[name] = Pending(reported if known else None)
         if event.dropped:
             self._dropped.add(name)
 

@@ -27,6 +27,7 @@ from seer.common.net.identity import Identity
 from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.weights.digest import tag_of
 from seer.services.engine.driver import end_process
 from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS, unless_over
 from seer.services.engine.nodes.same_settings import meeting, settings_of
@@ -224,6 +225,7 @@ class Follower:
     async def _read(self, question: wire.CheckWeights) -> Path:
         checker = self._checker
         if checker.model is None and self._config.shared.model:
+            checker.tag = tag_of(question.digest)
             await checker.start(Path(self._config.shared.model), self._config.drafts.head)
         return await checker.checked_folder(question.source, question.digest)
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
+from seer.common.weights.digest import tag_of
 from seer.common.weights.lora import CONFIG, LoraConfig, base_of, digest_of_adapter, inner_source, read_config
 from seer.common.weights.safetensors import Stored
 from seer.services.engine.weights.manifest import Manifest, Tensor, read_manifest
@@ -74,17 +75,17 @@ def read_adapter(
 ) -> Manifest:
     """Read the adapter of `source`, which lies in `folder`, every byte, and check that it fits its base.
 
-    `model` is what the folder `base` was known to hold. The digest returned is that of the merged weights.
-    Give up when `stop()` is true. Raises `InvalidField`.
+    `model` is what the folder `base` was known to hold. The digest returned is that of the merged weights, by
+    the tag of the model's. Give up when `stop()` is true. Raises `InvalidField`.
     """
     before = stamps(folder, base)
-    where = inner_source(source)
-    if safetensors.stamps(base) != model.stamps and read_manifest(base, stop).digest != model.digest:
+    where, tag = inner_source(source), tag_of(model.digest)
+    if safetensors.stamps(base) != model.stamps and read_manifest(base, stop, tag=tag).digest != model.digest:
         raise InvalidField("shared.model", str(base), "its files have changed since this engine was started")
     if base_of(source) not in ("", model.digest):
         fix = f"the adapter is for a base with digest {base_of(source)}, the engine's has {model.digest}"
         raise InvalidField("base", base_of(source), fix)
-    found = read_manifest(folder, stop)
+    found = read_manifest(folder, stop, tag=tag)
     try:
         config = read_config(folder)
         plan = plan_merge(config, found.tensors, model.tensors)

@@ -6,6 +6,7 @@ Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
 - bytes that came from other engines, or of a delta, and have a wrong digest are fetched again: from the
   buffer or, if it lacks them, from engines that sent none of them;
 - all nodes of an engine have weights of the same digest, or they are refused;
+- a digest that is named is computed by its own tag, another one by that of the live weights' digest;
 - tensors that a delta leaves as they are were hashed, and found finite, when its base was checked: they are
   not read again.
 """
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from seer.common.errors import EngineError, InvalidField
 from seer.common.process.log import get_logger
+from seer.common.weights.digest import BLAKE3, tag_of
 from seer.common.weights.in_place import is_in_place
-from seer.common.weights.lora import is_adapter
+from seer.common.weights.lora import base_of, is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
@@ -75,6 +77,8 @@ class WeightChecker:
         self._in_place = in_place
         self._nodes = nodes
         self._finite = finite
+        self.tag = BLAKE3
+        """That of digests that nobody names."""
         self._hashes: tuple[str, dict[str, bytes]] = "", {}
         self._live_hashes = self._hashes
         """Source and tensors' hashes of what was checked last, and of what was loaded last."""
@@ -82,7 +86,9 @@ class WeightChecker:
     async def start(self, base: Path, head: str = "") -> Manifest:
         """Read the model that the engine was started with, and its head, a folder. Raises `SeerError`."""
         self.base = base
-        read = await asyncio.to_thread(functools.partial(read_manifest, base, finite=self._finite))
+        read = await asyncio.to_thread(
+            functools.partial(read_manifest, base, finite=self._finite, tag=self.tag)
+        )
         optional = await asyncio.to_thread(optional_tensors, base, read.tensors, head)
         self.model = dataclasses.replace(read, optional=optional)
         self._fetcher.model_bytes, self._fetcher.uncertain_bytes = read.size, self.model.uncertain_bytes
@@ -103,7 +109,7 @@ class WeightChecker:
 
     def loaded(self) -> None:
         """Note that what was checked last is live: a delta to it may follow."""
-        self._live_hashes = self._hashes
+        self._live_hashes, self.tag = self._hashes, tag_of(self.checked.digest)
         self._fetcher.loaded()
 
     async def close(self) -> None:
@@ -149,11 +155,12 @@ class WeightChecker:
         if is_in_place(source) and not self._in_place:
             fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
             raise InvalidField("source", source, fix)
-        first = holders
+        first, named = holders, digest or (base_of(source) if is_adapter(source) else "")
+        tag = tag_of(named or self.tag)
         while True:  # each time without the engines that sent parts the time before
             try:
                 folder = await self.folder(source, first, holders)
-                found = await self._read_stoppably(source, folder)
+                found = await self._read_stoppably(source, folder, tag)
             except InvalidField as error:
                 if not await self._fetcher.distrust():
                     raise
@@ -175,22 +182,26 @@ class WeightChecker:
             raise InvalidField("source", source, fix)
         return self.base
 
-    async def _read_stoppably(self, source: str, folder: Path) -> Manifest:
+    async def _read_stoppably(self, source: str, folder: Path, tag: str) -> Manifest:
         stop = threading.Event()
         try:
-            return await asyncio.to_thread(self._read, source, folder, stop.is_set)
+            return await asyncio.to_thread(self._read, source, folder, tag, stop.is_set)
         finally:
             stop.set()  # a thread cannot be cancelled
 
-    def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
+    def _read(self, source: str, folder: Path, tag: str, stop: Callable[[], bool]) -> Manifest:
         if not is_adapter(source) and not is_in_place(source):
             base, changed = self._fetcher.changed()
             live, hashes = self._live_hashes
             known = {name: each for name, each in hashes.items() if name not in changed and base == live}
-            return read_manifest(folder, stop, finite=self._finite, known=known if base else {})
+            return read_manifest(folder, stop, finite=self._finite, known=known if base else {}, tag=tag)
         if self.model is None:
             fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
             raise InvalidField("source", source, fix)
         if is_in_place(source):
-            return read_planned(folder, self.model)
+            return read_planned(folder, self.model, tag)
+        if tag != tag_of(self.model.digest):
+            read = read_manifest(self.base, stop, tag=tag)
+            if read.stamps == self.model.stamps:
+                self.model = dataclasses.replace(self.model, digest=read.digest)
         return read_adapter(source, folder, self.base, self.model, stop)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.common.weights.digest import NotFinite, digest_of, hashes_of
+from seer.common.weights.digest import BLAKE3, NotFinite, digest_of, hashes_of
 from seer.common.weights.in_place import read_plan
 from seer.common.weights.lora import CONFIG
 from seer.services.engine.weights.draft_heads import PREFIX, lacking, predicts
@@ -50,7 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A folder's tensors by name, and the digest (32 hex characters) of their bytes.
+    """A folder's tensors by name, and the digest of their bytes.
 
     `size`: bytes of all tensors; `stamps`: state of the files when they were read; `hashes`: the
     tensors', of which the digest is made; `optional`: those that other weights may have or lack.
@@ -90,15 +90,17 @@ def read_manifest(
     *,
     finite: bool = False,
     known: Mapping[str, bytes] | None = None,
+    tag: str = BLAKE3,
 ) -> Manifest:
     """Read a folder's safetensors files, every byte; give up when `stop()` is true. Raises `InvalidField`.
 
-    `finite`: all numbers in them must be. `known`: hashes of tensors that need not be read.
+    `finite`: all numbers in them must be. `known`: hashes of tensors that need not be read. `tag`: the
+    digest's.
     """
     try:
         stamps = safetensors.stamps(folder)
         stored = safetensors.stored(folder)
-        hashes = hashes_of(stored, stop, finite=finite, known=known or {})
+        hashes = hashes_of(stored, stop, finite=finite, known=known or {}, tag=tag)
     except OSError as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     except NotFinite as error:
@@ -110,15 +112,15 @@ def read_manifest(
             "source", str(folder), "has the same tensor in two files; give a folder with one model"
         )
     tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
-    return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps, hashes)
+    return Manifest(tensors, digest_of(hashes, tag), sum(each.size for each in stored), stamps, hashes)
 
 
-def read_planned(folder: Path, live: Manifest) -> Manifest:
+def read_planned(folder: Path, live: Manifest, tag: str = BLAKE3) -> Manifest:
     """Read a plan of an update in place: its tensors, and the plan's own digest.
 
     Raises `InvalidField`, also if a model loaded from `live` cannot load such tensors.
     """
-    read = read_manifest(folder)
+    read = read_manifest(folder, tag=tag)
     try:
         plan = read_plan(folder)
     except (OSError, ValueError) as error:

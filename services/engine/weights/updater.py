@@ -27,6 +27,7 @@ from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerErro
 from seer.common.net.node import node_id
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity
+from seer.common.weights.digest import BLAKE3, tag_of
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.services.engine.driver import Driver
@@ -121,11 +122,12 @@ class WeightUpdater:
             wish=self.wish,
         )
 
-    async def start(self, model: str, head: str = "") -> None:
+    async def start(self, model: str, head: str = "", tag: str = BLAKE3) -> None:
         """Read the model folder that the engine was started with, if it has one; `head`: its `drafts.head`.
 
-        Raises `SeerError`.
+        `tag`: its digest's. Raises `SeerError`.
         """
+        self.checker.tag = tag_of(tag)
         if model:
             self.live = LiveWeights(digest=(await self.checker.start(Path(model), head)).digest)
             await self._driver.bind_weights(self.live.digest)
@@ -254,6 +256,8 @@ class WeightUpdater:
             seconds = self._in_place_seconds
             await self._driver.receive_weights(folder, self._name, order.digest, seconds)
         else:
+            if not order.source:
+                await self._driver.bind_weights(order.digest)  # which may have another tag than at the start
             base = self.checker.base if is_adapter(order.source) else None
             await self._driver.load_weights(folder, order.digest, base)
 

@@ -24,7 +24,7 @@ from seer.common.config import Config
 from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.receipt import Receipt, problems
 from seer.common.types import FinishReason
-from seer.common.weights.digest import digest_of_folder
+from seer.common.weights.digest import digest_of_folder, tag_of
 from seer.rollout.files import check_weights, model_facts, receipts_of, with_length
 from seer.services.engine.backend import Chunk
 from seer.verify.compare import Mismatch, compare, logprob_tolerance
@@ -109,9 +109,9 @@ def verdicts(receipts: Sequence[Named], config: Config) -> Iterator[tuple[Named,
     model = Path(config.shared.model)
     facts = model_facts(model)
     check_weights(model)
-    weights = digest_of_folder(model)
     by_settings: dict[tuple[str, bool], list[Named]] = {}
     for each in receipts:
+        weights = digest_of_folder(model, tag_of(each.receipt.weights_digest))
         if why := at_sight(each.receipt, weights):
             yield each, Verdict("different", why)
         else:

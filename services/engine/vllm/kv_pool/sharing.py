@@ -75,7 +75,9 @@ class KvSharing:
         }
         head = head_folder(config)
         if head is not None:  # its KV lies in the same blocks
-            own = MTP if head == model else [digest_of_folder(head), (head / "config.json").read_text()]
+            own = (
+                MTP if head == model else [digest_of_folder(head, tag=""), (head / "config.json").read_text()]
+            )
             self._facts["head"] = own
         self._to_remove: list[str] = []
         self._counts: dict[str, int] = {}

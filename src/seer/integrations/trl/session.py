@@ -41,7 +41,7 @@ from seer.integrations.trl.turns import Context, Sample, Submission, first_turns
 from seer.integrations.trl.weights import (
     NO_ADAPTER,
     adapter_alone,
-    base_digest,
+    base_stream,
     gathered_adapter,
     whole_weights,
     why_merged,
@@ -218,11 +218,12 @@ class Session:
         if self._base:
             return self._client.update_weights(version, adapter_alone(model, state, self._base))
         try:
-            base = base_digest(model, state, self._folder(model.get_base_model()))
-            live = self._client.update_weights(version, adapter_alone(model, state, base))
+            base = base_stream(model, state, self._folder(model.get_base_model()))
+            adapter = adapter_alone(model, state, base)
+            live = self._client.update_weights(version, adapter)
         except (InvalidField, WeightsRefused) as error:
             return str(error)
-        self._base = base
+        self._base = adapter.base_digest()
         _log.info("the adapter is sent alone")
         return live
 

@@ -98,8 +98,8 @@ def gathered_adapter(trainer: GRPOTrainer) -> tuple[PeftModel, dict[str, Tensor]
     return model, {unwrapped(name): tensor.detach() for name, tensor in state.items()}
 
 
-def adapter_alone(model: PeftModel, state: Mapping[str, Tensor], base: str) -> LoraAdapter:
-    """Return the adapter in `state`; `base`: the digest of its base."""
+def adapter_alone(model: PeftModel, state: Mapping[str, Tensor], base: str | TensorStream) -> LoraAdapter:
+    """Return the adapter in `state`; `base`: its base's tensors, or their digest."""
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(model, dict(state), ADAPTER, save_embedding_layers=False)
@@ -126,8 +126,8 @@ def why_merged(trainer: GRPOTrainer) -> str:
     return ""
 
 
-def base_digest(model: PeftModel, state: Mapping[str, Tensor], folder: Path) -> str:
-    """Return the digest that the trainer's base has as a checkpoint like `folder`.
+def base_stream(model: PeftModel, state: Mapping[str, Tensor], folder: Path) -> TensorStream:
+    """Return the tensors that the trainer's base has as a checkpoint like `folder`.
 
     Raises `InvalidField` if engines that merge the adapter into the base would get other bits than the
     trainer.
@@ -149,7 +149,7 @@ def base_digest(model: PeftModel, state: Mapping[str, Tensor], folder: Path) -> 
         if embeddings or not exact:
             fix = f"the trainer has it as {own.dtype}, the checkpoint as {stored.dtype}"
             raise InvalidField("model", name, f"{fix}: the adapter merges into these differently")
-    return TensorStream(tensors).digest()
+    return TensorStream(tensors)
 
 
 def check_mergeable(trainer: GRPOTrainer) -> None:
