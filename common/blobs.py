@@ -6,12 +6,15 @@ Invariants (tests/unit/test_blobs.py, tests/cluster/test_fan_out.py, tests/clust
   that does not read delays no other;
 - a blob is fetched from the first source that gives it, and what that one did not give from the next;
 - a reader on the sender's machine needs nothing sent: it finds the sender's token in the folder;
+- of one blob `WRITES` parts at most are written side by side, and a window at most is asked for or written;
+  when a fetch has ended, however it did, nothing of it is written any more;
 - no wait for an answer is longer than the source's patience.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +28,7 @@ from isal import isal_zlib
 
 from seer.common import wire
 from seer.common.errors import SeerError
+from seer.common.process.threads import until_ended
 
 FILE = "model.safetensors"
 """A blob's file in its folder; who can read that folder may read it there."""
@@ -39,6 +43,10 @@ MAX_DAMAGED = 16
 
 AT_ONCE = 16
 """Parts that are read from disk at once: 32 MiB."""
+
+WRITES = 4
+"""Parts that are written side by side. The kernel lets one thread at a time write a file: more would wait
+there, and one alone would leave it idle between two parts."""
 
 ASK_SECONDS = 5.0
 """Wait for an answer before questions are asked again: messages can be lost."""
@@ -64,10 +72,15 @@ def checksum(data: wire.Bytes) -> int:
     return isal_zlib.crc32(data.data)
 
 
+def is_whole(part: wire.SpoolData) -> bool:
+    """Return whether a part arrived as it was sent."""
+    return checksum(part.data) == part.checksum
+
+
 def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0) -> None:
     """Write into a file from `offset` on; `flags`: of `os.open`, beside those for writing.
 
-    Opens the file for each part, so that a caller may abandon the thread that this runs on.
+    Opens the file for each part, so that whoever removes a blob has nothing to close.
     """
     opened = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, FILE_MODE)
     try:
@@ -154,10 +167,14 @@ class Blob:
         length = self.length(offset)
         return self.have >= offset + length or self._ahead.get(offset) == length
 
+    def put(self, part: wire.SpoolData) -> None:
+        """Write a part into the file. Blocks."""
+        write_at(self.file, part.offset, part.data)
+
     def store(self, part: wire.SpoolData) -> bool:
         """Write a part into the file unless it is damaged; return whether it was written. Blocks."""
-        if valid := checksum(part.data) == part.checksum:
-            write_at(self.file, part.offset, part.data)
+        if valid := is_whole(part):
+            self.put(part)
         return valid
 
     def read(self, offset: int) -> wire.SpoolData:
@@ -166,8 +183,11 @@ class Blob:
         return wire.SpoolData(name=self.name, offset=offset, checksum=checksum(data), data=data)
 
     async def write(self, part: wire.SpoolData) -> bool:
-        """Store a part unless it is damaged, or not whole; return whether that was done. Raises `OSError`."""
-        valid = len(part.data) == self.length(part.offset) and await asyncio.to_thread(self.store, part)
+        """Store a part unless it is damaged, or not whole; return whether that was done. Raises `OSError`.
+
+        When this has ended, nothing is written any more.
+        """
+        valid = len(part.data) == self.length(part.offset) and await until_ended(self.store, part)
         if valid:
             self.came(part.offset, len(part.data))
         return valid
@@ -230,12 +250,13 @@ class Turns:
     """
 
     def __init__(self, most: int, most_parts: int) -> None:
-        self.queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue(most)
-        self._parts, self._most_parts = 0, most_parts
+        self.queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue()
+        self._most, self._parts, self._most_parts = most, 0, most_parts
 
-    def add(self, job: Callable[[], Awaitable[None]], *, part: bool = False) -> None:
-        """Do a job in its turn; `part`: it brings one."""
-        if not self.queue.full() and not (part and self._parts >= self._most_parts):
+    def add(self, job: Callable[[], Awaitable[None]], *, part: bool = False, always: bool = False) -> None:
+        """Do a job in its turn; `part`: it brings one; `always`: it is never dropped, so bound those."""
+        dropped = self.queue.qsize() >= self._most or (part and self._parts >= self._most_parts)
+        if always or not dropped:
             self._parts += part
             self.queue.put_nowait((job, part))
 
@@ -396,22 +417,50 @@ class Asked(ABC):
             await asyncio.sleep(POLL_SECONDS)
 
     async def fetch(self, blob: Blob) -> None:
-        """Copy what is missing, `SPOOL_WINDOW` parts requested ahead. Raises `ValueError` or `OSError`."""
-        offsets = (at for at in range(0, blob.size, wire.SPOOL_BYTES) if not blob.has(at))
-        asked, damaged = dict[int, wire.ReadSpool](), 0
-        while True:
-            while len(asked) < wire.SPOOL_WINDOW and (offset := next(offsets, None)) is not None:
-                asked[offset] = wire.ReadSpool(name=self.name, offset=offset)
-                await self.ask(asked[offset])
-            if not asked:
-                return
-            part = await self.next(list(asked.values()))
-            if not isinstance(part, wire.SpoolData) or part.offset not in asked:
-                continue
-            if await blob.write(part):
-                del asked[part.offset]
-                damaged = 0
-            elif (damaged := damaged + 1) >= MAX_DAMAGED:
-                raise ValueError(f"{damaged} parts in a row arrived damaged")
-            else:
-                await self.ask(asked[part.offset])
+        """Copy what is missing, a window of parts at a time. See `Source.fetch` for what it raises."""
+        try:
+            await _Window(self, blob).fetch()
+        except ExceptionGroup as several:  # as of one disk, which is full for all
+            raise several.exceptions[0] from several
+
+
+class _Window:
+    """The parts of a blob that were asked for, and those that are written: `SPOOL_WINDOW` together."""
+
+    def __init__(self, source: Asked, blob: Blob) -> None:
+        self._source, self._blob = source, blob
+        self._missing = (at for at in range(0, blob.size, wire.SPOOL_BYTES) if not blob.has(at))
+        self._asked: dict[int, wire.ReadSpool] = {}
+        self._writes: set[asyncio.Task[None]] = set()
+        self._damaged = 0
+
+    async def fetch(self) -> None:
+        """See `Asked.fetch`. What it raises is in a group."""
+        async with asyncio.TaskGroup() as writers:
+            for offset in itertools.islice(self._missing, wire.SPOOL_WINDOW):
+                await self._ask(offset)
+            while self._asked or self._writes:
+                if len(self._writes) >= WRITES or not self._asked:
+                    await asyncio.wait(self._writes, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                part = await self._source.next(list(self._asked.values()))
+                if isinstance(part, wire.SpoolData) and part.offset in self._asked:
+                    del self._asked[part.offset]
+                    self._writes.add(write := writers.create_task(self._write(part)))
+                    write.add_done_callback(self._writes.discard)
+
+    async def _ask(self, offset: int) -> None:
+        self._asked[offset] = question = wire.ReadSpool(name=self._blob.name, offset=offset)
+        await self._source.ask(question)
+
+    async def _write(self, part: wire.SpoolData) -> None:
+        """Write a part, and ask for the next one, or for this one again."""
+        if await self._blob.write(part):
+            self._damaged = 0
+            if (offset := next(self._missing, None)) is not None:
+                await self._ask(offset)
+        elif (damaged := self._damaged + 1) >= MAX_DAMAGED:
+            raise ValueError(f"{damaged} parts in a row arrived damaged")
+        else:
+            self._damaged = damaged
+            await self._ask(part.offset)

@@ -11,7 +11,9 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 - a complete stream stays while an update or the live weights need it. If no update has named it yet, or an
   earlier incarnation of the buffer wrote it, it stays for at least `SPOOL_STALL_SECONDS` after it was opened,
   grew or was found;
-- one task handles everything in turn, so no stream is removed while a part of it is written;
+- one task handles everything in turn, and puts up to `WRITES` parts aside to be written meanwhile, whose
+  checksums were right. What it says to a trainer counts no byte behind one that is not written yet;
+- a stream is not removed, nor begun again, while a part of it, or of its delta, is written;
 - an error of the disk removes that one stream, its peers get the error, and the spool goes on;
 - a stream that is sent in parts, by several ranks of a trainer, has each byte from one part; its first bytes
   are there once the parts that have them are; it and its parts are removed together. So with a delta's parts;
@@ -26,6 +28,7 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections import OrderedDict
@@ -36,7 +39,7 @@ from typing import ParamSpec, TypeVar
 from msgspec import structs
 
 from seer.common import wire
-from seer.common.blobs import Blob, Readers, Reply, Turns, checksum, write_at
+from seer.common.blobs import WRITES, Blob, Readers, Reply, Turns, is_whole, write_at
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
 from seer.common.process.threads import until_ended
@@ -76,13 +79,14 @@ class _Stream(Blob):
     `named`: an update has named it, so it is removed once no update and no live weights need it.
     `inherited`: an earlier incarnation wrote it, and nothing has needed it since: engines may not have
     registered yet. `base`: the stream that it is made from, or was; `making`: that is under way. `trainer`
-    began it.
+    began it. `taken`: bytes that are there or are written now, as `writing` parts; the next one begins there.
     """
 
     def __init__(self, name: str, size: int, folder: Path, token: str, now: float, trainer: str = "") -> None:
         super().__init__(name, size, folder / name, token)
         self.trainer = trainer
         self.grew_at = now
+        self.taken = self.writing = 0
         self.resend_requested = self.named = self.inherited = self.keep = False
         self.base = ""
         self.making: Making | None = None
@@ -92,6 +96,16 @@ class _Stream(Blob):
         """See `Blob.state`."""
         said = super().state(resend=resend, problem=problem)
         return structs.replace(said, base=self.base, keep=self.keep)
+
+    def came(self, offset: int, length: int) -> None:
+        """See `Blob.came`."""
+        super().came(offset, length)
+        self.taken = max(self.taken, self.have)  # of a stream that is made, or sent in parts
+
+    @property
+    def all_written(self) -> bool:
+        """Whether all bytes are in the file, also if one of the last parts has not counted yet."""
+        return self.taken == self.size and not self.writing
 
     def begin_part(self, message: wire.OpenSpool, now: float) -> _Part:
         """Begin a part of this stream. Raises `ValueError` if it is none."""
@@ -123,18 +137,16 @@ class _Part(_Stream):
     def __init__(self, name: str, whole: _Stream, message: wire.OpenSpool, now: float) -> None:
         super().__init__(name, message.size, whole.folder.parent, "", now, whole.trainer)
         self.whole, self.start = whole, message.start
-        self.have = self.size if whole.have == whole.size else 0
+        self.have = self.taken = self.size if whole.have == whole.size else 0
 
-    def store(self, part: wire.SpoolData) -> bool:
-        """See `Blob.store`; into the whole stream's file."""
-        if valid := checksum(part.data) == part.checksum:
-            write_at(self.whole.file, self.start + part.offset, part.data)
-        return valid
+    def put(self, part: wire.SpoolData) -> None:
+        """See `Blob.put`; into the whole stream's file."""
+        write_at(self.whole.file, self.start + part.offset, part.data)
 
     def note(self, *, whole: bool) -> None:
-        """See `Blob.note`; of the whole stream, once all its parts are there but what this one gets now."""
-        others = sum(each.have for each in self.whole.parts if each is not self)
-        if whole and others + self.size == self.whole.size:
+        """See `Blob.note`; of the whole stream, once all its parts are written."""
+        written = sum(each.size for each in self.whole.parts if each.all_written)
+        if whole and written == self.whole.size:
             self.whole.note(whole=True)
 
     def came(self, offset: int, length: int) -> None:
@@ -151,6 +163,7 @@ class Spool:
         self._log = _log.warning
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
+        self._writes: dict[asyncio.Task[None], _Stream] = {}
         self._removed: OrderedDict[str, str] = OrderedDict()  # by name: why it was removed
         self._turns = Turns(_MAX_QUEUED, _MAX_PARTS)
         self._readers = Readers(
@@ -185,7 +198,8 @@ class Spool:
         """Handle queued messages until cancelled."""
         try:
             await self._take_over()
-            await self._turns.run()
+            async with asyncio.TaskGroup() as self._writers:
+                await self._turns.run()
         finally:
             self._readers.close()
             for stream in self._streams.values():
@@ -194,6 +208,12 @@ class Spool:
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await until_ended(work, *args, **kwargs)
+
+    async def _settle(self, stream: _Stream) -> None:
+        """Wait until nothing of a stream is written, nor of its delta and parts."""
+        whole = self._whole(stream)
+        while writes := [task for task, of in self._writes.items() if self._whole(of) is whole]:
+            await asyncio.wait(writes)
 
     async def _name(self, source: str) -> None:
         if (stream := self._streams.get(source.removeprefix(wire.SPOOL_SCHEME))) is not None:
@@ -204,8 +224,9 @@ class Spool:
     async def _remove_unneeded(self, needed: frozenset[str]) -> None:
         now = self._clock.now()
         bases = {stream.base for stream in self._streams.values() if stream.have < stream.size}
+        written = [self._whole(of) for of in self._writes.values()]
         for stream in list(self._streams.values()):
-            if stream.name not in self._streams or stream.name in bases:
+            if stream.name not in self._streams or stream.name in bases or stream in written:
                 continue
             if self._whole(stream) is not stream:
                 continue  # a delta goes with the stream that is made from it, and a part with its stream
@@ -220,6 +241,7 @@ class Spool:
     async def _remove(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
         if isinstance(stream, _Part):
             stream = stream.whole
+        await self._settle(stream)
         if (delta := self._streams.get(stream.name + DELTA)) is not None:
             await self._remove(delta, problem, broken=broken)
         for part in stream.parts:
@@ -265,7 +287,8 @@ class Spool:
             return
         for name, (size, token) in found.items():
             self._streams[name] = stream = _Stream(name, size, self._folder.root, token, self._clock.now())
-            stream.have, stream.inherited = size, True
+            stream.inherited = True
+            stream.came(0, size)
 
     async def _open(self, reply: Reply, address: bytes, message: wire.OpenSpool, trainer: str) -> None:
         name, size = message.name, message.size
@@ -276,6 +299,8 @@ class Spool:
             elif stream is None:
                 stream = await self._begin(name, size, trainer)
                 stream.keep, stream.base = message.keep, self._usable_base(message)
+            if size:  # so that what is sent goes on where the last part that was taken ends
+                await self._settle(stream)
             if size not in (0, stream.size):
                 raise ValueError(f"has {stream.size} bytes, not {size}")
             if size and stream.base and not message.base:
@@ -336,35 +361,57 @@ class Spool:
                 await reply(address, wire.SpoolState(name=message.name, size=0, have=0, problem=problem))
             return
         # A stream that is made takes no bytes: once it were whole, its base could go before its delta comes.
-        fits = not stream.base and 0 < len(message.data) <= stream.size - stream.have
-        if message.offset != stream.have or not fits:
+        fits = not stream.base and 0 < len(message.data) <= stream.size - stream.taken
+        if message.offset != stream.taken or not fits:
             if not stream.resend_requested:  # once for all parts that are on their way
                 stream.resend_requested = True
-                await reply(address, stream.state(resend=True))
+                await self._send_again(stream, reply, address)
             return
-        whole = self._whole(stream)
-        try:
-            valid = await self._disk(stream.store, message)
-            if valid and stream.have + len(message.data) == stream.size:
-                await self._disk(stream.note, whole=True)
-            whole.grew_at = self._clock.now()
-        except OSError as error:
-            problem = f"cannot be stored: {error}"
-            _log.warning("a stream of weights failed", stream=stream.name, why=problem)
-            await reply(address, stream.state(problem=problem))
-            await self._remove(stream, problem, broken=True)
-            return
-        stream.resend_requested = not valid
-        if valid:
-            stream.came(message.offset, len(message.data))
-            stream.grew_at = self._clock.now()
-        else:  # a warning once, then debug: a peer that sends damaged parts must not fill the log
+        stream.resend_requested = not await self._disk(is_whole, message)
+        if (
+            stream.resend_requested
+        ):  # a warning once, then debug: damaged parts of a peer must not fill the log
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
-        await reply(address, stream.state(resend=not valid))
+            await self._send_again(stream, reply, address)
+            return
+        while len(self._writes) >= WRITES:
+            await asyncio.wait(self._writes, return_when=asyncio.FIRST_COMPLETED)
+        stream.taken, stream.writing = stream.taken + len(message.data), stream.writing + 1
+        task = self._writers.create_task(self._store(stream, reply, address, message))
+        self._writes[task] = stream
+        task.add_done_callback(self._writes.pop)
+
+    async def _send_again(self, stream: _Stream, reply: Reply, address: bytes) -> None:
+        """Have a trainer send again what is not there."""
+        await self._settle(stream)
+        await reply(address, stream.state(resend=True))
+
+    async def _store(self, stream: _Stream, reply: Reply, address: bytes, message: wire.SpoolData) -> None:
+        """Write the next part of a stream, beside others; not in turn."""
+        whole = self._whole(stream)
+        try:
+            await self._disk(stream.put, message)
+            stream.writing -= 1
+            if stream.all_written:
+                await self._disk(stream.note, whole=True)
+        except OSError as error:
+            problem = f"cannot be stored: {error}"
+            self._turns.add(lambda: self._fail(stream, reply, address, problem), always=True)
+            return
+        stream.came(message.offset, len(message.data))
+        stream.grew_at = whole.grew_at = self._clock.now()
+        await reply(address, stream.state())
         sent = stream.whole if isinstance(stream, _Part) else stream
         if sent is not whole and sent.have == sent.size:
             self._make(whole, sent, reply, address)
+
+    async def _fail(self, stream: _Stream, reply: Reply, address: bytes, problem: str) -> None:
+        """Remove a stream that cannot be written."""
+        if self._streams.get(stream.name) is stream:  # another part of it may have failed, too
+            _log.warning("a stream of weights failed", stream=stream.name, why=problem)
+            await reply(address, stream.state(problem=problem))
+            await self._remove(stream, problem, broken=True)
 
     # --- streams made from deltas --------------------------------------------------------
 
@@ -407,9 +454,10 @@ class Spool:
 
     async def _make_no_more(self, stream: _Stream) -> None:
         """Have a stream be sent, unless it is there by now."""
+        await self._settle(stream)
         await self._stop_making(stream)
         if stream.have < stream.size:
-            stream.base, stream.have, stream.resend_requested = "", 0, False
+            stream.base, stream.have, stream.taken, stream.resend_requested = "", 0, 0, False
             if (delta := self._streams.get(stream.name + DELTA)) is not None:
                 await self._remove(delta, "cannot be applied here: the whole stream is sent")
 
