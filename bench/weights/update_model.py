@@ -8,8 +8,8 @@ waits for, `full_tensor` of sharded trainers, the write of a folder, keys, disks
 other work on the network and on the cores.
 
 Costs are seconds of one core; those of bytes are per GB (10^9 bytes). What a stage does one after the other
-(a sender, the buffer's writes, a node's writes, an event loop, ZeroMQ's one IO thread a process) uses no more
-than one core, however many there are.
+(a sender, the writes of a file, which the kernel lets one thread do at a time, an event loop, the IO thread
+of a connection) uses no more than one core, however many there are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from seer.common.net.transport.zmq import IO_THREADS
 from seer.common.wire import SPOOL_BYTES, SPOOL_WINDOW
 from seer.services.buffer.weights.fan_out import FAN_OUT
 
@@ -111,9 +112,9 @@ def bounds(costs: Costs, cluster: Cluster) -> dict[str, float]:
     found = {
         "a sender": (costs.make + hand + costs.sends / PART) / ranks,
         "a sender's IO thread": costs.out / ranks,
-        "writes, one after the other": costs.store + hand + costs.takes / PART,
+        "the writes of a file": costs.store,
         "an event loop": (costs.takes + fed * costs.serves) / PART,
-        "an IO thread": costs.into + fed * costs.out,
+        "IO threads": max(costs.into, costs.out, (costs.into + fed * costs.out) / IO_THREADS),
         "links": fed / cluster.link,
         "windows": (costs.give + costs.store + hand + cluster.trip / PART) / SPOOL_WINDOW,
     }

@@ -31,9 +31,6 @@ LISTENERS = frozenset({"server", "service", "operator"})
 HANDSHAKE_MS = 5_000
 """A connection that has not shaken hands by then is closed."""
 
-IO_THREADS = 4
-"""With keys, a thread encrypts 155 to 285 MB/s: weights that are streamed should have more than one."""
-
 _REASONS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
         "it does not admit this process's key (security.key): it was revoked, has expired, or never was in"
