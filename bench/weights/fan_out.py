@@ -286,10 +286,12 @@ def serving(
             process.wait()
 
 
-def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, dict[str, float]]:
+def update(
+    places: dict[str, str], size: int, write_ms: int, *, digested: bool
+) -> dict[str, dict[str, float]]:
     flag = ["--digested"] if digested else []
     nodes = [name for name, address in places.items() if address != HEAD]
-    with serving(nodes, *flag) as processes:
+    with serving(nodes, *flag, f"--write-ms={write_ms}") as processes:
         processes.append(trainer := start("seer-head", "update", str(size), *flag))
         found = line_of(trainer)
         trainer.wait()
@@ -303,10 +305,10 @@ def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, di
     }
 
 
-def turn(places: dict[str, str], size: int) -> dict[str, Any]:
+def turn(places: dict[str, str], size: int, write_ms: int) -> dict[str, Any]:
     copies = bare(places, size)
-    transport = update(places, size, digested=False)["whole"]
-    found = update(places, size, digested=True)
+    transport = update(places, size, write_ms, digested=False)["whole"]
+    found = update(places, size, write_ms, digested=True)
     whole = found["whole"]
     return {
         "bare_seconds": copies,
@@ -339,10 +341,10 @@ def digest_speed() -> dict[str, float]:
     return speeds
 
 
-def measure(mb: int, turns: int, mbit: int) -> None:
+def measure(mb: int, turns: int, mbit: int, write_ms: int) -> None:
     size = mb * 10**6 // 64 * 64
     with namespaces(dict.fromkeys(NAMES, mbit)) as places:
-        found = [turn(places, size) for _ in range(turns)]
+        found = [turn(places, size, write_ms) for _ in range(turns)]
 
     def median(*keys: str) -> float:
         values = []
@@ -357,6 +359,7 @@ def measure(mb: int, turns: int, mbit: int) -> None:
         "machine": machine("zmq", "numpy"),
         "model_mb": mb,
         "mbit": mbit,
+        "write_ms": write_ms,
         "nodes": NODES,
         "bare_mb_per_s": round(NODES * mb / median("bare_seconds")),
         "transport_mb_per_s": round(NODES * mb / median("transport", "seconds")),
@@ -393,10 +396,11 @@ def main() -> None:
         parser.add_argument("--mb", type=int, default=200)
         parser.add_argument("--turns", type=int, default=3)
         parser.add_argument("--mbit", type=int, default=0, help="of each node's link, both ways; 0: no bound")
+        parser.add_argument("--write-ms", type=int, default=0, help="how much longer each write takes")
         given = parser.parse_args()
         if os.geteuid():
             parser.error("run it as root: network namespaces need that")
-        measure(given.mb, given.turns, given.mbit)
+        measure(given.mb, given.turns, given.mbit, given.write_ms)
 
 
 if __name__ == "__main__":
