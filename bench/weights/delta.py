@@ -30,9 +30,10 @@ from lib.random_model import random_llama
 from safetensors.torch import load_file
 
 from seer.client import RolloutClient, SamplingParams
-from seer.client.sent_weights import Plan, SentWeights
+from seer.client.sent_weights import ALONE, Plan, SentWeights, Together
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import load
+from seer.common.weights.digest import BLAKE3
 from seer.local.system import LocalSystem
 
 Tensors = dict[str, torch.Tensor]
@@ -62,10 +63,12 @@ class Timed(SentWeights):
 
     seconds = 0.0
 
-    def plan(self, stream: TensorStream, base: int | None) -> Plan:
+    def plan(
+        self, stream: TensorStream, base: int | None, ranks: Together = ALONE, tag: str = BLAKE3
+    ) -> Plan:
         """See `SentWeights.plan`."""
         started = time.perf_counter()
-        made = super().plan(stream, base)
+        made = super().plan(stream, base, ranks, tag)
         self.seconds = time.perf_counter() - started
         return made
 

@@ -39,7 +39,7 @@ from seer.client import RolloutClient
 from seer.client.tensor_stream import TensorStream, hash_of
 from seer.common.blobs import Blob
 from seer.common.weights import delta
-from seer.common.weights.digest import hashes_of
+from seer.common.weights.digest import BLAKE3, hashes_of
 from seer.common.weights.safetensors import stored
 from seer.common.wire import SPOOL_BYTES
 
@@ -83,7 +83,7 @@ def bare_costs(size: int = 2**26) -> dict[str, Any]:
             apply[kind] = in_one_thread(lambda f=file, r=result: delta.apply(base, f, r, "base")) / gb
     [entry] = TensorStream({"layer": old}).entries
     return {
-        "hash": thread_seconds(lambda: hash_of(entry, old.view(np.uint8))) / gb,
+        "hash": thread_seconds(lambda: hash_of(entry, old.view(np.uint8), BLAKE3)) / gb,
         "keep": thread_seconds(lambda: np.copyto(target, old)) / gb,
         "check": check / gb,
         "compare": compare,
