@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from seer.common.errors import EngineBroken, EngineError, InvalidField
+from seer.common.process.leave import leave
 from seer.common.process.threads import end_with_parent
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
@@ -175,6 +176,7 @@ def serve(pipe: Connection, make: MakeRank, rank: int, port: int) -> None:
             pipe.send(Report(Failed(str(error) or type(error).__name__)))
         finally:
             backend.close()
+    leave(0)
 
 
 class _Rank:

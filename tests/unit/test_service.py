@@ -228,6 +228,29 @@ def test_nobody_reading_readiness_is_no_failure(child):
     assert process.finish()[0] == 0
 
 
+def test_a_process_that_leaves_has_said_all_and_takes_no_module_apart():
+    code = textwrap.dedent(
+        """
+        import atexit, sys, threading
+        from seer.common.process.leave import leave
+
+        class Kept:
+            def __del__(self):
+                print("taken apart", flush=True)
+
+        kept = Kept()
+        threading.Thread(target=threading.Event().wait).start()
+        atexit.register(print, "registered", end="")
+        print("said", end=" ")
+        leave(7)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "said registered", "")
+
+
 def test_console_logs_name_the_service_and_respect_the_level():
     code = textwrap.dedent(
         """
