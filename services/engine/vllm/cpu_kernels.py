@@ -13,6 +13,7 @@ Invariants (tests/e2e/test_runner_v2.py, under `make kernel-test`: they draw wha
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int32]
 
 
+@functools.cache
 def register() -> None:
-    """Have V2 call the functions of this module instead of Triton's kernels; once in a process."""
+    """Have V2 call the functions of this module instead of Triton's kernels, in all engines of this process.
+
+    vLLM looks through all modules for them: for each further engine that was a fifth of its start.
+    """
     from vllm.triton_utils import triton
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils.math_utils import next_power_of_2
