@@ -33,7 +33,7 @@ Ints = npt.NDArray[np.int32]
 def register() -> None:
     """Have V2 call the functions of this module instead of Triton's kernels, in all engines of this process.
 
-    vLLM looks through all modules for them: for each further engine that was a fifth of its start.
+    vLLM looks through all modules for them: for each further engine that was two fifths of its start.
     """
     from vllm.triton_utils import triton
     from vllm.triton_utils.dispatcher import register_kernels
