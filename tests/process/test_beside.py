@@ -87,9 +87,7 @@ async def test_verify_beside_a_running_system_changes_nothing_of_it(
     prompts.write_text(json.dumps({"id": "p", "prompt_token_ids": [1, 2, 3]}))
     async with LocalSystem(production, 1) as system, RolloutClient(system.endpoint) as client:
         await (await client.submit([[1], [2]], n=2, sampling=SamplingParams(max_tokens=30))).result()
-        async with asyncio.timeout(30):  # the last tokens reach the dgds a little after the answer
-            while not (tmp_path / "its" / "remembered").exists():
-                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # the last tokens reach the dgds a little after the answer
         keys = replace(production.security, key=str(tmp_path / "no-key"))
         file.write_text(dump(replace(production, security=keys)))
         pids = list(system.pids.values())
