@@ -5,7 +5,7 @@
   position, its length log-normal in (prompt, key); loaded weights mix their digest into the key
   (`services/engine/replay/responses.py` and `replay.py` tell the same rule), and so do names and offsets of
   images.
-- Weights digest to BLAKE2b over their tensors' hashes (docs/weights.md).
+- Weights digest to BLAKE3 over their tensors' hashes (docs/weights.md).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from blake3 import blake3
 
 from chaos.plan import Roll
 from seer.client.prompts import Prompt
@@ -43,12 +44,12 @@ def answers(group: Group) -> list[Answer]:
 
 def weights_digest(tensors: Mapping[str, np.ndarray]) -> str:
     """Return the digest of float32 tensors by name."""
-    whole = hashlib.blake2b(digest_size=16)
+    whole = blake3()
     for name in sorted(tensors):
         tensor = tensors[name]
         head = json.dumps([name, "F32", list(tensor.shape)]).encode()
-        whole.update(hashlib.blake2b(head + tensor.astype("<f4").tobytes()).digest())
-    return whole.hexdigest()
+        whole.update(blake3(head + tensor.astype("<f4").tobytes()).digest())
+    return "blake3-" + whole.digest(length=16).hex()
 
 
 def shown_key(key: int, images: Sequence[tuple[str, int]]) -> int:
