@@ -29,6 +29,9 @@ MAX_TOKENS = 1024
 LITTLE_KV = ("engine.kv_blocks=176", "engine.max_num_seqs=32", "pool.pull_tokens=32")
 """KV for about 14 of these responses an engine: vLLM alone preempts each about once (bench/scheduling)."""
 
+ROLLOUT_NUMBER = 1962831785
+"""What releases before BLAKE3 took from the model's digest: the tokens stay those that are recorded."""
+
 Group = list[dict[str, Any]]
 """Responses to a prompt, as `seer rollout` writes them."""
 
@@ -38,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--beside", choices=["vllm"], help="what else does the same, for comparison")
     beside, run = parser.parse_args().beside, Path("runs/demo")
-    code = rollout(HERE, run, settings=LITTLE_KV)
+    code = rollout(HERE, run, settings=LITTLE_KV, number=ROLLOUT_NUMBER)
     if code:
         return code
     if not beside:
@@ -59,6 +62,7 @@ def rollout(
     responses: int = RESPONSES,
     max_tokens: int = MAX_TOKENS,
     settings: Sequence[str] = (),
+    number: int | None = None,
 ) -> int:
     """Run the prompts in a folder on the model in it, and write what comes out into `run`."""
     shutil.rmtree(run, ignore_errors=True)
@@ -67,6 +71,7 @@ def rollout(
     command += ["--model", str(example / "model"), "-n", str(responses), "--max-tokens", str(max_tokens)]
     command += ["--out", str(run / "responses.jsonl"), "--report", str(run / "report.json")]
     command += ["--report-html", str(run / "report.html"), "--instances", str(ENGINES)]
+    command += [] if number is None else ["--rollout-number", str(number)]
     command += [part for setting in settings for part in ("--set", setting)]
     return subprocess.run(command, check=False).returncode
 
