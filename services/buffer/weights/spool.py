@@ -368,9 +368,8 @@ class Spool:
                 await self._send_again(stream, reply, address)
             return
         stream.resend_requested = not await self._disk(is_whole, message)
-        if (
-            stream.resend_requested
-        ):  # a warning once, then debug: damaged parts of a peer must not fill the log
+        if stream.resend_requested:
+            # A warning once, then debug: damaged parts of a peer must not fill the log.
             log, self._log = self._log, _log.debug
             log("a damaged part of a stream was received", stream=message.name, offset=message.offset)
             await self._send_again(stream, reply, address)

@@ -98,11 +98,12 @@ def judge(
     if not cases:
         return
     say(f"judging {len(cases)} mismatches")
-    for engine in dict.fromkeys(engines[cell.name] for cell, _, _ in cases):
+    tokens = [(engines[cell.name], case) for cell, _, case in cases if case.mismatch.kind == "token"]
+    for engine in dict.fromkeys(engine for engine, _ in tokens):
         if engine != config.engine:
             with in_process(replace(config, engine=engine)) as backend:
-                for cell, _, case in cases:
-                    if engines[cell.name] == engine and case.mismatch.kind == "token":
+                for own, case in tokens:
+                    if own == engine:
                         case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
     with in_process(config) as backend:
         for cell, slot, case in cases:
