@@ -37,6 +37,7 @@ RARE = (
     463,
     474,
     476,
+    477,
     522,
     534,
     551,
@@ -73,11 +74,6 @@ def test_no_fault_breaks_a_promise(seeds):
         WAYS.update(outcome.ways)
     problems = {outcome.seed: outcome.problems for outcome in outcomes if outcome.problems}
     assert not problems, problems
-
-
-@pytest.mark.xfail(strict=True, reason="a suspect is sent to an engine that is dead, and blamed for its end")
-def test_no_response_is_blamed_for_an_engine_that_was_dead_before_it_came():
-    assert not run(477).problems
 
 
 def test_every_type_of_message_was_sent_and_faulted():

@@ -30,7 +30,6 @@ from seer.client.turns import Journal
 from seer.client.weight_update import Source
 from seer.common.errors import DeadlineExceeded, RequestRefused, RolloutCancelled, SeerError, Unreachable
 from seer.common.sleep import SleepLevel, SleepTag
-from seer.services.buffer.requests.engine_deaths import RETURN_SECONDS
 
 if TYPE_CHECKING:
     from chaos.world import World
@@ -431,8 +430,4 @@ class Trainer:
             return "final" if re.search("engine|died|lost", why) else "problem"
         if "no token can be sampled" in why:
             return "final" if prompt_id == "mute" else "problem"
-        if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
-            faults = (each for each in self.world.inflicted if each.target[0] == "e")
-            lost = any(re.match("kill|twin", each.kind) or each.seconds > RETURN_SECONDS for each in faults)
-            return "final" if lost else "problem"
         return "problem"

@@ -6,8 +6,10 @@ engine registers again, and does not count any more.
 Invariants (tests/unit/test_buffer_losses.py, tests/invariants.py):
 - a request has the incarnations of the engines that died while they ran it, since its last chunk that ended;
   at most `MAX_DEAD_INCARNATIONS` incarnations are remembered over all requests;
-- a request that ran alone on an engine that died waits: until that incarnation registers again, which clears
-  it, or until another incarnation of the engine does, or `RETURN_SECONDS` have passed: then it fails;
+- a suspect that ran alone on an engine that died waits: until that incarnation registers again, which clears
+  it, or until another incarnation of the engine does, or `RETURN_SECONDS` have passed;
+- then it runs alone once more, and fails only if `BLAMED_DEATHS` engines have died with it: the engine it ran
+  on first may have been dead before the suspect came, as one that dies beside others is noticed later;
 - time in which this process stalled does not count towards `RETURN_SECONDS`.
 """
 
@@ -20,6 +22,9 @@ from seer.services.buffer.requests.state import RequestState
 
 SUSPECT_DEATHS = 3
 """Engines that died with a request before it is suspected to be the cause."""
+
+BLAMED_DEATHS = SUSPECT_DEATHS + 2
+"""Engines that died with a request, on the last two of which it ran alone, before it fails."""
 
 RETURN_SECONDS = 30.0
 """An engine of which only the connection broke is back by then: vanished hosts are noticed after 10 s."""
@@ -50,13 +55,18 @@ class EngineDeaths:
         return instance not in self._maybe_damaged
 
     def died(self, instance: str, incarnation: int, running: Collection[str], now: float) -> None:
-        """Record that an engine died while it ran these requests."""
-        self._dead_incarnations[incarnation] = set(running)
+        """Record that an engine died while it ran these requests.
+
+        A suspect that did not count as alone is not accused: an earlier one may have damaged the engine.
+        """
         for request_id in running:
             request = self._requests[request_id]
-            request.deaths |= {incarnation}
             if request.alone:
                 self.lost_alone[request_id] = (instance, incarnation, now)
+            elif self.is_suspect(request):
+                continue
+            request.deaths |= {incarnation}
+            self._dead_incarnations.setdefault(incarnation, set()).add(request_id)
 
     def engines_left(self, instances: Iterable[str]) -> None:
         """Forget engines that are gone, and the oldest incarnations if there are too many."""
@@ -91,18 +101,20 @@ class EngineDeaths:
         self.clear(request)
 
     def decided(self, instance: str, incarnation: int, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Yield requests lost alone whose engine came back, or will not; and whether it came back.
+        """Yield requests lost alone whose engine came back, or will not; and whether they are to blame.
 
         `instance` and `incarnation` are those of an engine that registers now. The caller removes what fails.
         """
         for request_id, (name, lost, since) in list(self.lost_alone.items()):
             if request_id not in self.lost_alone:
                 continue  # its group has just failed
-            if (name, lost) == (instance, incarnation):
-                del self.lost_alone[request_id]
-                yield self._requests[request_id], True
-            elif name == instance or now - since > RETURN_SECONDS:
-                yield self._requests[request_id], False
+            returned = (name, lost) == (instance, incarnation)
+            if returned or name == instance or now - since > RETURN_SECONDS:
+                request = self._requests[request_id]
+                blamed = not returned and len(request.deaths) >= BLAMED_DEATHS
+                if not blamed:
+                    del self.lost_alone[request_id]
+                yield request, blamed
 
     def tick(self, now: float) -> None:
         """Do not count the time of a stall: an engine that is back may not have been read yet."""

@@ -12,7 +12,7 @@ Invariants (tests/invariants.py asserts them after every event):
   exceed its capacity;
 - losing an engine costs the requests that ran there time, nothing else. Only a request that ran on
   `SUSPECT_DEATHS` engines that died, with no chunk that ended in between, runs alone next; and it fails only
-  if that engine dies, too, and does not come back in time (`engine_deaths.py`).
+  if two engines die on which it ran alone, and do not come back in time (`engine_deaths.py`).
 """
 
 from __future__ import annotations
@@ -442,14 +442,14 @@ class RequestMachine:
                 self.scheduler.wait(request.view.request_id)
 
     def _decide_lost_alone(self, instance: str, incarnation: int, now: float, out: list[Instruction]) -> None:
-        """Queue requests whose engine came back; fail those that seem to have killed theirs."""
-        for request, returned in self.deaths.decided(instance, incarnation, now):
-            if returned:
+        """Queue requests lost alone again; fail those that seem to have killed their engines."""
+        for request, blamed in self.deaths.decided(instance, incarnation, now):
+            if not blamed:
                 self.scheduler.wait(request.view.request_id)
                 continue
             message = (
                 f"response {request.view.index} ran on {len(request.deaths)} engines that died, on the "
-                "last one alone: it seems to be what kills them"
+                "last two alone: it seems to be what kills them"
             )
             self.registry.fail([request.group], "failed", message, out)
 
