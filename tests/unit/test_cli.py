@@ -54,6 +54,20 @@ def test_no_service_and_no_engine_is_imported_for_a_rollout() -> None:
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.parametrize(("imported", "apart"), [("vllm", ""), ("something", "taken apart\n")])
+def test_a_command_that_imported_vllm_does_not_take_its_modules_apart(imported: str, apart: str) -> None:
+    script = (
+        "import sys\n"
+        "class Kept:\n"
+        "    def __del__(self): print('taken apart')\n"
+        f"sys.modules[{imported!r}], sys.argv = Kept(), ['seer', 'verify']\n"
+        "from seer.cli.main import run; run()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, apart)
+    assert "Missing argument" in result.stderr
+
+
 def test_version_is_the_projects() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert seer.__version__ == project["version"]

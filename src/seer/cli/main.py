@@ -349,5 +349,17 @@ def sim(**options: object) -> None:
     sys.exit(perform(msgspec.convert(options, Job)))
 
 
+def run() -> None:
+    """Run the command line as the process that the script `seer` starts."""
+    try:
+        main()
+    except SystemExit as ended:
+        if "vllm" in sys.modules and isinstance(ended.code, int):
+            from seer.common.process.leave import leave
+
+            leave(ended.code)
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -20,7 +20,6 @@ def _service(name: str, help_text: str, module: str = "") -> click.Command:
             from seer.local.child import die_with
 
             die_with(parent_pid)
-        from seer.common.process.leave import leave
         from seer.common.process.service import run_process
 
         config = config_of(options)
@@ -32,9 +31,8 @@ def _service(name: str, help_text: str, module: str = "") -> click.Command:
             from seer.common.errors import ConfigError
 
             raise ConfigError(f"seer {name} needs an extra, 'seer-rollout[{name}]': {error}") from error
-        if name == "engine":
-            leave(run_process(config.engine.name or name, make, config, ready_fd))
-        sys.exit(run_process(name, make, config, ready_fd))
+        own = config.engine.name if name == "engine" else ""
+        sys.exit(run_process(own or name, make, config, ready_fd))
 
     return command
 
