@@ -71,6 +71,8 @@ class Update:
     ) -> None:
         check_request(version, in_flight)
         if base is not None:
+            if version == 0:
+                raise InvalidField("base", base, "no version is before 0: leave it out")
             check_whole("base", base, 0, version - 1)
             if not isinstance(source, Mapping | ShardedTensors):
                 raise InvalidField("base", base, "only tensors are sent as a delta: leave it out")

@@ -314,6 +314,8 @@ async def test_a_base_that_the_trainer_names(machines, capsys):
         for base in (6, 7, -1):
             with pytest.raises(InvalidField, match="base"):
                 await client.update_weights(6, tensors, base=base)
+        with pytest.raises(InvalidField, match="no version is before 0"):
+            await client.update_weights(0, tensors, base=0)
         with pytest.raises(InvalidField, match="only tensors"):
             await client.update_weights(7, "/folder", base=6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,14 @@ from unit.test_receipt import WHOLE
 
 from seer.cli.main import main
 from seer.client.results import Group, Response
+from seer.common.config import Config, SharedConfig
 from seer.common.errors import InvalidField
 from seer.common.receipt import Receipt, sealed
+from seer.common.weights.digest import BLAKE3, digest_of_folder
 from seer.rollout.files import encode_group
+from seer.verify import recompute
 from seer.verify.compare import Mismatch
-from seer.verify.recompute import at_sight, read, worst
+from seer.verify.recompute import Named, Verdict, at_sight, read, verdicts, worst
 
 PLAIN = sealed(msgspec.structs.replace(WHOLE, images=[]))
 
@@ -71,6 +75,17 @@ def test_other_weights_are_said_first():
     )
     unknown = sealed(msgspec.structs.replace(PLAIN, weights_digest=""))
     assert "the receipt's are unknown" in at_sight(unknown, "0" * 32)
+
+
+def test_the_folder_s_weights_are_digested_as_a_receipt_s_digest_was(monkeypatch):
+    model = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+    monkeypatch.setattr(recompute, "in_process", lambda _: nullcontext())
+    monkeypatch.setattr(recompute, "compared", lambda part, _: [Verdict("equal") for _ in part])
+    digests = [digest_of_folder(model, tag) for tag in ("", BLAKE3)]
+    made = [sealed(msgspec.structs.replace(PLAIN, weights_digest=each)) for each in (*digests, f"{BLAKE3}0")]
+    found = verdicts([Named("", each) for each in made], Config(shared=SharedConfig(model=str(model))))
+    outcomes = {each.receipt.weights_digest: verdict.outcome for each, verdict in found}
+    assert outcomes == {digests[0]: "equal", digests[1]: "equal", f"{BLAKE3}0": "different"}
 
 
 BARE = json.loads(msgspec.json.encode(PLAIN))
