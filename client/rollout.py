@@ -70,8 +70,7 @@ class Rollout:
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
         self._cancel = cancel
-        self._claims = claims
-        self._unfinished = dict.fromkeys(prompts)
+        self._unfinished = claims
         self._groups: dict[str, Group] = {}
         self._finished: list[Group] = []
         self._failures: dict[str, tuple[type[RequestRefused], str]] = {}
@@ -192,8 +191,7 @@ class Rollout:
         group = group_of(message, prompt, tokenizer, self.sampling, noise)
         self._groups[prompt.id] = group
         self._finished.append(group)
-        del self._unfinished[prompt.id]
-        self._claims.pop(prompt.id).ended(len(each.token_ids) for each in group.responses)
+        self._unfinished.pop(prompt.id).ended(len(each.token_ids) for each in group.responses)
         self._wake()
 
     def _mismatch(self, message: GroupDone) -> str:
@@ -211,8 +209,7 @@ class Rollout:
         """End those of `prompt_ids` that are unfinished in an error."""
         for prompt_id in prompt_ids:
             if prompt_id in self._unfinished:
-                del self._unfinished[prompt_id]
-                self._claims.pop(prompt_id).failed()
+                self._unfinished.pop(prompt_id).failed()
                 self._failures[prompt_id] = (cls, message)
         self._wake()
 
