@@ -21,6 +21,7 @@ from typing import Self, get_args
 import numpy.typing as npt
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
+from seer.client.calls import Calls, answered_within
 from seer.client.image_uploads import ImageUploads
 from seer.client.mismatch import mismatch_of
 from seer.client.next_prompts import NamesNextPrompts
@@ -30,8 +31,6 @@ from seer.client.results import Response
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.sent_weights import SentWeights, sent_weights
 from seer.client.sharded_update import update_of
-from seer.client.sleep_call import SleepCall
-from seer.client.status_calls import StatusCalls
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout, begun
 from seer.client.used_noise import UsedNoise
@@ -116,9 +115,10 @@ class RolloutClient(NamesNextPrompts):
         self._uploads = ImageUploads(lambda *lost: self._send_all(self._active.lose_image(*lost)))
         self._resubmit, self._last_heard = False, 0.0
         self._wake = asyncio.Event()
-        self._status_calls = StatusCalls()
+        self._statuses: Calls[Status] = Calls()
+        self._slept: Calls[Slept] = Calls()
         self._update: Update | None = None
-        self._sleep_call: SleepCall | None = None
+        self._sleep: Sleep | None = None
         self._wish: Sleep | None = None
 
     async def __aenter__(self) -> Self:
@@ -324,10 +324,8 @@ class RolloutClient(NamesNextPrompts):
             raise InvalidField("version", version, f"await the update to {current.request.version} first")
         self._update = update = update_of(version, source, digest, in_flight, self.deltas, base)
         try:
-            async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
+            async with answered_within(timeout_seconds, f"{self.endpoint}: no weights"):
                 live = await update.run(self._channel.send, self._channel.digests)
-        except TimeoutError as error:
-            raise Unreachable(f"{self.endpoint}: no weights within {timeout_seconds:g} s") from error
         finally:
             self._update = None
         self.weight_version = version
@@ -358,21 +356,23 @@ class RolloutClient(NamesNextPrompts):
 
     async def _call_sleep(self, request: Sleep, seconds: float) -> None:
         self._check_open()
-        if self._sleep_call is not None:
+        if self._sleep is not None:
             raise SeerError("another sleep or wake of this client is not finished: await it first")
-        self._sleep_call = SleepCall(request)
+        self._sleep = request
         try:
-            async with asyncio.timeout(check_seconds("timeout_seconds", seconds)):
-                self._wish = await self._sleep_call.run(self._channel.send)
-        except TimeoutError as error:
-            raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
+            async with answered_within(seconds, f"{self.endpoint}: not all engines answered"):
+                slept = await self._slept.ask(request.call_id, self._channel.send(request))
         finally:
-            self._sleep_call = None
+            self._sleep = None
+        if slept.problem:
+            raise SeerError(slept.problem)
+        self._wish = Sleep(asleep=bool(slept.tags), level=request.level, tags=slept.tags, wish=slept.wish)
 
     async def status(self, timeout_seconds: float = 10.0) -> Status:
         """Return the buffer's state. Raises `Unreachable` without an answer in time, or a connection."""
         self._check_open()
-        return await self._status_calls.ask(self._channel.send, self.endpoint, timeout_seconds)
+        async with answered_within(timeout_seconds, f"{self.endpoint} did not answer"):
+            return await self._statuses.ask(StatusRequest, self._channel.send(StatusRequest()))
 
     async def report_mismatch(
         self, responses: Sequence[Response], logprobs: Sequence[npt.ArrayLike]
@@ -404,10 +404,9 @@ class RolloutClient(NamesNextPrompts):
         why = repr(error) if cls is RolloutFailed else str(error)
         ended = why if error else "the client was closed"
         self._active.fail(cls, ended)
-        for call in (self._update, self._sleep_call, self._status_calls):
-            if call is not None:
-                call.fail(Unreachable(f"{self.endpoint}: {ended}"))
-        self._naming_failed(Unreachable(f"{self.endpoint}: {ended}"))
+        for calls in (self._update, self._slept, self._statuses, self._answers):
+            if calls is not None:
+                calls.fail(Unreachable(f"{self.endpoint}: {ended}"))
 
     async def _receive(self) -> None:
         while True:
@@ -418,9 +417,10 @@ class RolloutClient(NamesNextPrompts):
                     self._active.take(message)
                     if self._active.owes:
                         self._wake.set()
-                    self._answered(message)
+                    if isinstance(message, Accepted | Refused):
+                        self._answers.answer(message.submission, message)
                 case Status():
-                    self._status_calls.answer(message)
+                    self._statuses.answer(StatusRequest, message)
                 case Welcome():
                     self._resubmit = True
                     self._wake.set()
@@ -428,8 +428,8 @@ class RolloutClient(NamesNextPrompts):
                     self._update is not None
                 ):
                     self._update.answer(message)
-                case Slept() if self._sleep_call is not None:
-                    self._sleep_call.answer(message)
+                case Slept():
+                    self._slept.answer(message.call_id, message)
                 case ImageState():
                     self._uploads.answer(message)
 
@@ -453,7 +453,7 @@ class RolloutClient(NamesNextPrompts):
                 self._active.settle(rollout)
             await self._send_all(self._active.expired(loop.time()))
             quiet = loop.time() - self._last_heard
-            waiting = self._active or self._update or self._sleep_call
+            waiting = self._active or self._update or self._sleep
             if self._active and quiet > self._silence_seconds:
                 self._active.lose(BufferLost, f"{self.endpoint}: the buffer sent nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
@@ -468,9 +468,9 @@ class RolloutClient(NamesNextPrompts):
             await self._channel.send(self._wish)
         if self._update is not None:
             await self._update.send_again(self._channel.send)
-        if self._sleep_call is not None:
-            await self._channel.send(self._sleep_call.request)
-        if self._status_calls.waiting:
+        if self._sleep is not None:
+            await self._channel.send(self._sleep)
+        if self._statuses:
             await self._channel.send(StatusRequest())
         for rollout in self._active:
             await self._send_prompts(rollout)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from seer.client.calls import Calls
 from seer.common import types
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
@@ -95,7 +96,7 @@ class ImageUploads:
         self._queue: asyncio.Queue[PreparedImage] = asyncio.Queue()
         self._pending: set[str] = set()  # queued, or on their way
         self._again: set[str] = set()  # pending images of prompts that were submitted since
-        self._answers: dict[str, asyncio.Future[ImageState]] = {}
+        self._answers: Calls[ImageState] = Calls()
 
     def add(self, images: Iterable[Placed]) -> None:
         """Send what the buffer lacks of these images: the buffer knows by now which prompts show them."""
@@ -108,9 +109,7 @@ class ImageUploads:
 
     def answer(self, state: ImageState) -> None:
         """Take the buffer's answer; one that nobody waits for changes nothing."""
-        waiter = self._answers.get(state.name)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(state)
+        self._answers.answer(state.name, state)
 
     async def run(self, send: Send) -> None:
         """Send until cancelled."""
@@ -134,20 +133,14 @@ class ImageUploads:
         """Send one image; return why the buffer does not take it."""
         begin = OpenImage(name=one.name, size=one.size)
         message: OpenImage | ImageData = begin
-        try:
-            while True:
-                waiter: asyncio.Future[ImageState] = asyncio.get_running_loop().create_future()
-                self._answers[one.name] = waiter
-                try:
-                    async with asyncio.timeout(ASK_SECONDS):
-                        await send(message)
-                        state = await waiter
-                except TimeoutError:  # the question or its answer was lost
-                    message = begin
-                    continue
-                if state.problem or state.have >= one.size:
-                    return state.problem
-                part = one.data[state.have : state.have + IMAGE_PART_BYTES]
-                message = ImageData(name=one.name, size=one.size, offset=state.have, data=part)
-        finally:
-            del self._answers[one.name]
+        while True:
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    state = await self._answers.ask(one.name, send(message))
+            except TimeoutError:  # the question or its answer was lost
+                message = begin
+                continue
+            if state.problem or state.have >= one.size:
+                return state.problem
+            part = one.data[state.have : state.have + IMAGE_PART_BYTES]
+            message = ImageData(name=one.name, size=one.size, offset=state.have, data=part)

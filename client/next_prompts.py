@@ -8,17 +8,16 @@ Invariants (tests/unit/test_client_next_prompts.py):
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from seer.client.calls import Calls, answered_within
 from seer.client.prompts import Prepared, Prompt, batches, check_request, prepare
 from seer.client.text import Tokenizer
 from seer.client.used_noise import UsedNoise
-from seer.common.bounds import check_seconds
-from seer.common.errors import InvalidField, RequestRefused, Unreachable
+from seer.common.errors import InvalidField, RequestRefused
 from seer.common.net.channel import Channel
 from seer.common.types import SamplingParams
 from seer.common.wire import Accepted, BufferToTrainer, NextPrompts, Refused, Tokens, TrainerToBuffer
@@ -37,7 +36,7 @@ class NamesNextPrompts:
     _new_submission: Callable[[], int]
 
     def __init__(self) -> None:
-        self._answers: dict[int, asyncio.Future[Accepted | Refused]] = {}
+        self._answers: Calls[Accepted | Refused] = Calls()
 
     async def next_prompts(
         self,
@@ -68,12 +67,11 @@ class NamesNextPrompts:
         for position, prompt in enumerate(prepared):
             if prompt.images:
                 raise InvalidField(f"prompts[{position}].images", len(prompt.images), "name prompts of text")
-        try:
-            async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
-                for message in self._messages(prepared, n, sampling, seed, number):
-                    await self._name(message)
-        except TimeoutError as error:
-            raise Unreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from error
+        async with answered_within(timeout_seconds, f"{self.endpoint} did not answer"):
+            for message in self._messages(prepared, n, sampling, seed, number):
+                answer = await self._answers.ask(message.submission, self._channel.send(message))
+                if isinstance(answer, Refused):
+                    raise RequestRefused(answer.message, tuple(answer.prompt_ids))
 
     def _messages(
         self, prepared: Sequence[Prepared], n: int, sampling: SamplingParams, seed: int, number: int
@@ -91,23 +89,3 @@ class NamesNextPrompts:
                 tokens=np.concatenate([prompt.token_ids for prompt in batch]),
                 submission=self._new_submission(),
             )
-
-    async def _name(self, message: NextPrompts) -> None:
-        answer = self._answers[message.submission] = asyncio.get_running_loop().create_future()
-        try:
-            await self._channel.send(message)
-            if isinstance(given := await answer, Refused):
-                raise RequestRefused(given.message, tuple(given.prompt_ids))
-        finally:
-            del self._answers[message.submission]
-
-    def _answered(self, message: BufferToTrainer) -> None:
-        if isinstance(message, Accepted | Refused):
-            answer = self._answers.get(message.submission)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
-
-    def _naming_failed(self, error: Unreachable) -> None:
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error)
