@@ -156,17 +156,10 @@ class DynamicSampling(ScoringScope):
 
     def __aiter__(self) -> AsyncIterator[Scored]:
         """Yield groups as they are accepted; then raise the error that ended sampling, or `failure`."""
-        return self._as_accepted()
+        accepted = self._selection.accepted
+        return self._as_they_come(lambda first: [self._scored[i] for i in accepted[first:]], self._task.done)
 
-    async def _as_accepted(self) -> AsyncIterator[Scored]:
-        yielded = 0
-        while True:
-            while yielded < len(self._selection.accepted):
-                yield self._scored[self._selection.accepted[yielded]]
-                yielded += 1
-            if self._task.done():
-                break
-            await self._changed.wait()
+    def _raise_failure(self) -> None:
         if self._task.cancelled():
             raise RolloutFailed("the `async with` of DynamicSampling has ended", tuple(self._positions))
         self._task.result()

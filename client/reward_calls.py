@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 from seer.client.results import Group, Response
+from seer.client.rollout import Arriving
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField, SeerError
 
@@ -122,15 +123,12 @@ class Scorer:
             self._own.shutdown(wait=False, cancel_futures=True)
 
 
-class ScoringScope:
-    """What `Scores` and `DynamicSampling` share: a task, `_run`, that lives as long as their `async with`.
-
-    `_wake` wakes whoever waits for `_changed`, and so does the task's end.
-    """
+class ScoringScope(Arriving):
+    """What `Scores` and `DynamicSampling` share: a task, `_run`, that lives as long as their `async with`."""
 
     def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
         self._scorer = scorer
-        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -144,10 +142,6 @@ class ScoringScope:
 
     async def _run(self) -> None:
         raise NotImplementedError
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _is_async(call: Callable[..., object]) -> bool:

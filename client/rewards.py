@@ -105,19 +105,7 @@ class Scores(ScoringScope):
 
     def __aiter__(self) -> AsyncIterator[Scored]:
         """Yield scored groups as they come; then raise `failure`, if any."""
-        return self._as_they_come()
-
-    async def _as_they_come(self) -> AsyncIterator[Scored]:
-        yielded = 0
-        while True:
-            for scored in self.scored[yielded:]:
-                yield scored
-                yielded += 1
-            if self._task.done() and yielded == len(self._scored):
-                break
-            if yielded == len(self._scored):
-                await self._changed.wait()
-        self._raise_failure()
+        return self._as_they_come(lambda first: self.scored[first:], self._task.done)
 
     async def in_order(self) -> AsyncIterator[Scored]:
         """Yield scored groups in input order, each as soon as it can be; then raise `failure`, if any."""

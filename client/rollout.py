@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from seer.common.ids import params_digest
 from seer.common.types import SamplingParams
 from seer.common.wire import GroupDone, Progress, Submit
 
+T = TypeVar("T")
+
 _SHOWN = 8
 """Most reasons, and prompt ids per reason, that an error's text lists; its `prompt_ids` has all ids."""
 
@@ -34,7 +37,34 @@ class BufferLost(RolloutFailed, Unreachable):
     code = "buffer_lost"
 
 
-class Rollout:
+class Arriving:
+    """Results that come one by one. `_wake` wakes whoever waits for `_changed`: one is there, or all are."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    async def _as_they_come(
+        self, after: Callable[[int], Sequence[T]], ended: Callable[[], bool]
+    ) -> AsyncIterator[T]:
+        """Yield results, `after(n)` those after the first n, until `ended`; then raise what went wrong."""
+        yielded = 0
+        while (came := after(yielded)) or not ended():
+            for each in came:
+                yield each
+            yielded += len(came)
+            if not came:
+                await self._changed.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Rollout(Arriving):
     """Iterate over groups as they finish, or `in_order()`; or await `result()`.
 
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
@@ -57,6 +87,7 @@ class Rollout:
         claims: dict[str, Claim],
         expects: bool = False,
     ) -> None:
+        super().__init__()
         self.id = rollout_id
         self.rollout_number = rollout_number
         self.seed = seed
@@ -74,7 +105,6 @@ class Rollout:
         self._groups: dict[str, Group] = {}
         self._finished: list[Group] = []
         self._failures: dict[str, tuple[type[RequestRefused], str]] = {}
-        self._changed = asyncio.Event()
 
     @property
     def groups(self) -> list[Group]:
@@ -118,18 +148,7 @@ class Rollout:
 
     def __aiter__(self) -> AsyncIterator[Group]:
         """Yield groups as they finish; then raise `failure`, if any."""
-        return self._as_they_finish()
-
-    async def _as_they_finish(self) -> AsyncIterator[Group]:
-        yielded = 0
-        while True:
-            while yielded < len(self._finished):
-                yield self._finished[yielded]
-                yielded += 1
-            if not self._unfinished:
-                break
-            await self._changed.wait()
-        self._raise_failure()
+        return self._as_they_come(lambda first: self._finished[first:], lambda: self.ended)
 
     async def in_order(self) -> AsyncIterator[Group]:
         """Yield groups in input order, each as soon as it can be; then raise `failure`, if any."""
@@ -223,10 +242,6 @@ class Rollout:
         self.finish_times += progress.finish_times
         if self.on_progress is not None:
             self.on_progress(progress)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def submissions(rollout: Rollout) -> Iterator[Submit]:
