@@ -39,7 +39,7 @@ from seer.client.results import Group, Noise, Streamed, group_of, malformed
 from seer.client.text import Tokenizer
 from seer.client.used_noise import Claim, UsedNoise
 from seer.common.beside import TopLogprobs
-from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
+from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Cancel, GroupDone, Logprobs, Progress, Submit, Tokens
@@ -186,6 +186,26 @@ class PromptInFlight:
         self._claim.failed()
         self._ended.set_exception(error)
         self._changed.set()
+
+
+async def results(prompts: Iterable[PromptInFlight], deadline_seconds: float | None = None) -> list[Group]:
+    """Return the groups of prompts, which may be submitted as they are iterated over, in order.
+
+    Raises the error of the first that fails, or `DeadlineExceeded`. What nobody waits for then is cancelled.
+    """
+    asked: list[PromptInFlight] = []
+    try:
+        asked.extend(prompts)
+        async with asyncio.timeout(deadline_seconds):
+            return [await prompt.result() for prompt in asked]
+    except TimeoutError:
+        unfinished = tuple(prompt.request.prompt.id for prompt in asked if not prompt.ended)
+        problem = f"{len(unfinished)} prompts were unfinished after {deadline_seconds} s"
+        raise DeadlineExceeded(problem, unfinished) from None
+    finally:
+        with contextlib.suppress(Unreachable):  # the error that ended it is what counts
+            for prompt in asked:
+                await prompt.cancel()  # does nothing where it ended
 
 
 @dataclass(slots=True)

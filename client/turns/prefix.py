@@ -19,7 +19,6 @@ Invariants (tests/unit/test_prefix.py):
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -28,10 +27,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from seer.client.image_uploads import Placed
-from seer.client.open_rollout import OpenRollout
+from seer.client.open_rollout import OpenRollout, results
 from seer.client.prompts import Prompt, token_array
 from seer.client.results import Group
-from seer.common.errors import Unreachable
 from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
 from seer.common.wire import Tokens
 
@@ -119,12 +117,8 @@ class PrefixTrajectories:
         )  # fmt: skip
         segment.busy = True
         try:
-            found = await asked.result()
+            [found] = await results([asked])
             segment.add(turn_id, prompt, shown, found.responses[0].token_ids)
-        except BaseException:
-            with contextlib.suppress(Unreachable):  # the error that ended it is what counts
-                await asked.cancel()
-            raise
         finally:
             segment.busy = False
             if not self._is_known(session, segment):

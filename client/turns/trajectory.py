@@ -13,7 +13,6 @@ Invariants (tests/unit/test_trajectories.py):
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,11 @@ import numpy.typing as npt
 from msgspec import structs
 
 from seer.client.image_uploads import Placed, check_images, check_shown, placeholders
-from seer.client.open_rollout import OpenRollout
+from seer.client.open_rollout import OpenRollout, results
 from seer.client.prompts import Prepared, Prompt, token_array
 from seer.client.text import Tokenizer
 from seer.client.turns.turn_journal import Journal
-from seer.common.errors import InvalidField, RolloutFailed, Unreachable
+from seer.common.errors import InvalidField, RolloutFailed
 from seer.common.receipt import Receipt
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Logprobs, Tokens
@@ -275,12 +274,7 @@ class Trajectory:
             group=self.prompt_id, first_index=self.index,
             turn=TurnSpec(prompt_len, self._generated, cap, settings.idle_seconds),
         )  # fmt: skip
-        try:
-            group = await asked.result()
-        except BaseException:
-            with contextlib.suppress(Unreachable):  # the error that ended it is what counts
-                await asked.cancel()
-            raise
+        [group] = await results([asked])
         self._last_turn = turn_id
         self._weights.check(group.weight_version, group.weights_digest)
         response = group.responses[0]

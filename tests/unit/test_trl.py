@@ -90,7 +90,8 @@ class Rollout:
             if prompt.id in self.unfinished:
                 self.cancelled.append(prompt.id)
 
-        return SimpleNamespace(result=result, cancel=cancel)
+        request = SimpleNamespace(prompt=prompt)
+        return SimpleNamespace(result=result, cancel=cancel, ended=ended.is_set(), request=request)
 
     def close(self) -> None:
         self.closed = True

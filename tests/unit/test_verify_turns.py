@@ -122,6 +122,9 @@ class Rollout:
         found = Response(0, tokens, np.full(number, -1.0, np.float32), None, "length", "")
         return Group("", PROMPT, {}, 0, "", (found,), 1, 0, 0)
 
+    async def cancel(self) -> None:
+        """Nothing: the turn has ended."""
+
     def end_trajectory(self, prompt_id: str) -> None:
         self.ended.append(prompt_id)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seer.client import OpenRollout, Prompt, PromptInFlight, Response, SamplingParams
+from seer.client import OpenRollout, Prompt, Response, SamplingParams
+from seer.client.open_rollout import results
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,17 @@ async def generate(
 
     Raises `InvalidField` and the client's errors.
     """
-    in_flight: list[PromptInFlight] = []
-    try:
-        in_flight.extend(
-            rollout.submit(
-                Prompt(f"{each.group}.{each.first}", token_ids=each.tokens),
-                n=each.n,
-                sampling=sampling,
-                seed=keys.seed,
-                rollout_number=keys.rollout_number,
-                weight_version=keys.weight_version,
-                group=each.group,
-                first_index=each.first,
-            )
-            for each in submissions(places, prompts)
+    groups = await results(
+        rollout.submit(
+            Prompt(f"{each.group}.{each.first}", token_ids=each.tokens),
+            n=each.n,
+            sampling=sampling,
+            seed=keys.seed,
+            rollout_number=keys.rollout_number,
+            weight_version=keys.weight_version,
+            group=each.group,
+            first_index=each.first,
         )
-        groups = [await prompt.result() for prompt in in_flight]
-    finally:
-        for prompt in in_flight:
-            await prompt.cancel()  # does nothing where it ended
+        for each in submissions(places, prompts)
+    )
     return [response for group in groups for response in group.responses]

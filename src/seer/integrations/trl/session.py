@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,16 +20,15 @@ from typing import TYPE_CHECKING, TypedDict
 import msgspec
 
 from seer.client import (
-    DeadlineExceeded,
     Placed,
     Prompt,
-    PromptInFlight,
     RolloutClient,
     SamplingParams,
     SyncRolloutClient,
     WeightsLive,
     WeightsRefused,
 )
+from seer.client.open_rollout import results
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
 from seer.common.prepared_image import PreparedImage, read
@@ -258,32 +256,24 @@ async def generate(
 ) -> list[Sampled]:
     """Return the responses to all submissions, in order. Raises the error of the first that fails."""
     rollout = client.open_rollout(repeat=True)  # by a trainer that is resumed; no call of a session repeats
-    in_flight: list[PromptInFlight] = []
-    try:
-        in_flight.extend(
-            rollout.submit(
-                Prompt(
-                    each.prompt_id,
-                    token_ids=each.tokens,
-                    images=[Placed(images[shown.name], shown.offset, shown.length) for shown in each.images],
-                ),
-                n=each.n,
-                sampling=msgspec.structs.replace(sampling, max_tokens=each.max_tokens),
-                group="" if each.whole else each.group,
-                first_index=each.first,
-                **keys,
-            )
-            for each in wanted
+    asked = (
+        rollout.submit(
+            Prompt(
+                each.prompt_id,
+                token_ids=each.tokens,
+                images=[Placed(images[shown.name], shown.offset, shown.length) for shown in each.images],
+            ),
+            n=each.n,
+            sampling=msgspec.structs.replace(sampling, max_tokens=each.max_tokens),
+            group="" if each.whole else each.group,
+            first_index=each.first,
+            **keys,
         )
-        async with asyncio.timeout(deadline_seconds):
-            groups = [await prompt.result() for prompt in in_flight]
-    except TimeoutError:
-        unfinished = tuple(rollout.unfinished)
-        problem = f"{len(unfinished)} prompts were unfinished after {deadline_seconds} s"
-        raise DeadlineExceeded(problem, unfinished) from None
+        for each in wanted
+    )
+    try:
+        groups = await results(asked, deadline_seconds)
     finally:
-        for prompt in in_flight:
-            await prompt.cancel()  # does nothing where it ended
         rollout.close()
     responses = [response for group in groups for response in group.responses]
     return [(response.token_ids.tolist(), response.logprobs.tolist()) for response in responses]
