@@ -128,7 +128,8 @@ class Campaign:
             asked.rollout_id = f"{name}-{rand.randrange(2)}"
             asked.everything = rand.random() < 0.5
             asked.updates = name == TRAINERS[0]
-            seeds = [0 if self.real else rand.randrange(100) for _ in range(2)]
+            # Two uses never share noise: the second one would be refused what the first one has had.
+            seeds = [0, 0] if self.real else [rand.randrange(100), rand.randrange(100, 200)]
             if rand.random() < CUT_SHARE:
                 cut, seconds = rand.choice(("deadline", "cancel")), rand.uniform(0.05, 1.5)
                 asked.uses = [Use(seeds[0], 0, cut, seconds), Use(seeds[1], 0)]
@@ -210,9 +211,10 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
     for number in range(systems):
         config = quick() if model is None else quick("vllm")
         system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
-        # Both outlive a killed buffer; of images there is room for 23, fewer than rollouts use at once.
+        # Both outlive a killed buffer; of images there is room for 28, fewer than rollouts use at once, and
+        # for 21 of a trainer, as many as a rollout uses.
         folders = {"spool": str(system.folder / "spool"), "images": str(system.folder / "images")}
-        buffer = replace(system.config.buffer, image_bytes=2**26, **folders)
+        buffer = replace(system.config.buffer, image_bytes=80_000_000, **folders)
         system.config = replace(system.config, buffer=buffer)
         made.append(_run(system, load, shared, result, model))
     await asyncio.gather(*made)

@@ -47,7 +47,7 @@ OVERTAKEN = r"weight version \d+ is past|submit what is left under another rollo
 IMAGE_LOST = r"is not in this buffer: submit it again|is not the name of these bytes"
 """Why prompts fail whose images were damaged on the buffer's disk; they are submitted again, with their images."""
 
-NO_ROOM = r"do not fit: images in use have"
+NO_ROOM = r"do not fit: images in use (of trainer '\w+' )?have"
 """Why prompts fail while other rollouts use all room for images."""
 
 ROOM_SECONDS = 2.0
