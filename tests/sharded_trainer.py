@@ -1,6 +1,7 @@
-"""One rank of a trainer that shards its tensors: `python sharded_trainer.py FOLDER RANK RANKS ENDPOINT`.
+"""One rank of a trainer that shards its tensors: `python sharded_trainer.py FOLDER RANK RANKS ENDPOINT SECONDS`.
 
-Prints the digest and the version that each update made live, and whether a delta was sent.
+Prints the digest and the version that each update made live, and whether a delta was sent. The second one
+waits SECONDS for its end.
 """
 
 import asyncio
@@ -37,18 +38,18 @@ def sharded(version: int) -> dict[str, torch.Tensor]:
     return found
 
 
-async def main(endpoint: str) -> None:
+async def main(endpoint: str, seconds: float) -> None:
     async with RolloutClient(endpoint) as client:
-        for version in (1, 2):
+        for version, patience in ((1, 60.0), (2, seconds)):
             shards = ShardedTensors(sharded(version), TorchRanks() if version == 1 else None)
-            live = await client.update_weights(version, shards, timeout_seconds=60)
+            live = await client.update_weights(version, shards, timeout_seconds=patience)
             print(live.version, live.digest, client.weight_version, not client.deltas.last.why, flush=True)
 
 
 if __name__ == "__main__":
-    folder, rank, ranks, where = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    folder, rank, ranks, where, seconds = sys.argv[1:]
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks)
     )
-    asyncio.run(main(where))
+    asyncio.run(main(where, float(seconds)))
     torch.distributed.destroy_process_group()

@@ -20,10 +20,10 @@ TRAINER = Path(__file__).parents[1] / "sharded_trainer.py"
 SETTINGS = ["engine.backend=replay", "engine.replay.step_seconds=0.001"]
 
 
-def start(folder, endpoint):
+def start(folder, endpoint, seconds=60):
     return [
         subprocess.Popen(
-            [sys.executable, str(TRAINER), str(folder), str(rank), "2", endpoint],
+            [sys.executable, str(TRAINER), str(folder), str(rank), "2", endpoint, str(seconds)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -51,7 +51,7 @@ async def test_two_ranks_send_their_shards_and_both_hear_of_the_outcome(tmp_path
 @pytest.mark.parametrize("dies", [0, 1])
 async def test_a_rank_whose_other_one_dies_ends_with_an_error(tmp_path, dies):
     async with LocalSystem(load(None, {}, SETTINGS), 1) as system:
-        processes = start(tmp_path, system.endpoint)
+        processes = start(tmp_path, system.endpoint, seconds=10)
         processes[dies].stdout.readline()  # its first update is live
         processes[dies].send_signal(signal.SIGKILL)
         processes[dies].communicate(timeout=60)
