@@ -44,6 +44,8 @@ SIDE_BY_SIDE = ("-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder")
 ON_OWN_CORES = ("-n", ENGINE_WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--own-cores")
 
 E2E = "tests/e2e"
+LONG = [f"{E2E}/test_{name}.py" for name in ("weights", "vllm_backend", "turns", "trl", "kv_pool", "images")]
+"""Begun early: short files are last."""
 
 IMPORT_VLLM = (
     "tests/property/test_chunk_gate.py",
@@ -56,7 +58,15 @@ IMPORT_VLLM = (
     "tests/unit/test_sleep_beside_others.py",
     "tests/unit/test_vllm_transfer.py",
 )
-"""Light, but run after engines, by workers of their own: vLLM's import takes each worker seconds."""
+"""Light, but run by workers of engines, as vLLM's import takes each worker seconds; and before those, which leave
+settings of vLLM in the environment."""
+
+RANKS = [
+    str(file.relative_to(ROOT))
+    for file in sorted((ROOT / E2E).glob("test_*.py"))
+    if "mark.ranks" in file.read_text()
+]
+"""Alone collected by one worker, while the machine has nothing else to do: TRL's take it seconds."""
 
 
 def _without(*paths: str) -> list[str]:
@@ -75,11 +85,13 @@ TEST = {
         ),
     ],
     "engines": [
-        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", VERIFY, "tests/chaos", E2E),
-        (*PYTEST, "-n", ENGINE_WORKERS, "--dist", "loadfile", "-m", "vllm and not breadth", *IMPORT_VLLM),
-        (*PYTEST, "-m", "ranks and not breadth", E2E),
+        (
+            *PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", *IMPORT_VLLM, VERIFY, "tests/chaos",
+            *LONG, E2E,
+        ),
+        (*PYTEST, "-m", "ranks and not breadth", *RANKS),
     ],
-}
+}  # fmt: skip
 """`make test`: every claim."""
 
 BREADTH = {
