@@ -4,12 +4,13 @@
     python bench/drafts/never_slower.py build/never-slower.jsonl --cells 16x64 16x64x30 --pairs 7
 
 A cell is most tokens of a response x responses at once, then x weight of the model x temperature (1 and 1.0
-where not given). All three systems of a cell are up, with one engine each and no KV pool; they take turns, so
-that a slow moment of the machine hits all. Every turn has prompts and a seed of its own, and all three must
-give the same tokens. Runs are appended to the file as they end; started again, the script goes on where it
-was stopped. Prints JSON: of each cell the medians of tokens/s; the geometric mean of the ratios to off, and
-the ends of its 95 % interval; the same of tokens per CPU second of all processes, which other work on the
-machine changes less; the share of the time that drafts took to make; and geometric means over all cells.
+where not given). All systems of a cell are up, with one engine each and no KV pool; they take turns, so that
+a slow moment of the machine hits all. Every turn has prompts and a seed of its own, and all must give the
+same tokens. `control` has no drafts either: how far its ratio is from 1 is what the machine makes of equal
+engines. Runs are appended to the file as they end; started again, the script goes on where it was stopped.
+Prints JSON: of each cell the medians of tokens/s; the geometric mean of the ratios to off, and the ends
+of its 95 % interval; the same of tokens per CPU second of all processes, which other work changes
+less; the share of the time that drafts took to make; and geometric means over all cells.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from seer.common.config import load
 from seer.local.system import LocalSystem
 from seer.services.engine.server import STATUS_SECONDS
 
-SOURCES = ("off", "own", "grouped")
+SOURCES = ("off", "own", "grouped", "control")
 CELLS = (
     "16x64", "64x64", "512x64", "2048x64", "512x1", "512x8", "512x256", "512x64x30", "512x64x1x0.6", "16x1",
     "16x256", "16x64x30", "2048x8x30", "512x1x30",
@@ -122,13 +123,13 @@ class Side:
 
 
 async def systems(stack: contextlib.AsyncExitStack, cell: Cell, model: Path, sets: list[str]) -> list[Side]:
-    """Start the three systems of a cell."""
+    """Start the systems of a cell."""
     sides = []
     for source in SOURCES:
         config = load(None, {}, [
             f"shared.model={model}", f"engine.max_num_seqs={cell.running}", "engine.max_model_len=2304",
             "engine.kv_cache_gib=1", "pool.kind=none",
-            f"drafts.source={source}", "log.level=warning", *sets,
+            f"drafts.source={'off' if source == 'control' else source}", "log.level=warning", *sets,
         ])  # fmt: skip
         system = await stack.enter_async_context(LocalSystem(config, 1))
         client = RolloutClient(system.endpoint, tokenizer=str(model))
