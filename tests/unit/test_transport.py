@@ -494,3 +494,41 @@ async def test_bytes_bound_what_is_queued_for_a_peer_that_does_not_read(make, en
             await router.send(b"deaf", [b"x", bytes(size)])
             await asyncio.sleep(0.01)
     good.close()
+
+
+OUT_OF_FILES = """
+import asyncio, os, resource
+from seer.common.errors import Unreachable
+from seer.common.net.transport.zmq import ZmqTransport
+
+async def main():
+    transport = ZmqTransport()
+    (await transport.dealer("tcp://127.0.0.1:9", b"a")).close()  # starts ZeroMQ's threads
+    await asyncio.sleep(0.2)
+    last = max(os.dup(0) for _ in range(60))  # no number below is free
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for free in range(8):
+        before = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + free, limits[1]))
+        try:
+            (await transport.dealer("tcp://127.0.0.1:9", b"b")).close()
+            print("made", end=" ")
+        except Unreachable as error:
+            assert "Too many open files" in str(error)
+            print("refused", end=" ")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.sleep(0.01)
+    await transport.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_connection_for_which_no_file_is_left_fails_by_name_and_keeps_none():
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == ["refused"] * 3 + ["made"] * 5

@@ -243,10 +243,17 @@ class ZmqTransport:
         return _RouterSocket(socket, bound, self._keys)
 
     async def dealer(self, endpoint: str, identity: bytes) -> _StreamSocket:
-        """Connect a DEALER under `identity` (1 to 255 bytes, the first not zero)."""
+        """Connect a DEALER under `identity` (1 to 255 bytes, the first not zero).
+
+        Raises `Unreachable` while this process may open no more files, as a flood of connections may have it.
+        """
         socket = self._socket(zmq.DEALER, endpoint)
         socket.setsockopt(zmq.IDENTITY, identity)
-        watch = curve.Watch(socket) if endpoint.startswith("tcp://") else None
+        try:
+            watch = curve.Watch(socket) if endpoint.startswith("tcp://") else None
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise _no_file(endpoint, error) from error
         return _StreamSocket(self._connect(socket, endpoint), endpoint, watch)
 
     async def publisher(self, endpoint: str) -> _StreamSocket:
@@ -279,7 +286,10 @@ class ZmqTransport:
     def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
         check_endpoint("endpoint", endpoint)
         bound = STREAM_MESSAGES if kind in (zmq.PUB, zmq.SUB) else QUEUE_MESSAGES
-        socket = self._context.socket(kind)
+        try:
+            socket = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise _no_file(endpoint, error) from error
         self._sockets = [*(made for made in self._sockets if not made.closed), socket]
         for option, value in (
             (zmq.SNDHWM, bound),
@@ -351,6 +361,10 @@ class ZmqTransport:
             self._authenticator = curve.Authenticator(self._context, self._keys.peers)
             self._authenticator.start()
         curve.serve(socket, self._keys)
+
+
+def _no_file(endpoint: str, error: zmq.ZMQError) -> Unreachable:
+    return Unreachable(f"{endpoint}: no socket: {error.strerror}: see who holds connections to this process")
 
 
 def _refuse_ipc_in_use(path: str) -> None:
