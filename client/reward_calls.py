@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -140,8 +141,9 @@ class ScoringScope(Arriving):
         await asyncio.wait([self._task])
         self._scorer.close()
 
+    @abstractmethod
     async def _run(self) -> None:
-        raise NotImplementedError
+        """Score what comes until all is scored."""
 
 
 def _is_async(call: Callable[..., object]) -> bool:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ class BufferLost(RolloutFailed, Unreachable):
     code = "buffer_lost"
 
 
-class Arriving:
+class Arriving(ABC):
     """Results that come one by one. `_wake` wakes whoever waits for `_changed`: one is there, or all are."""
 
     def __init__(self) -> None:
@@ -56,8 +57,9 @@ class Arriving:
                 await self._changed.wait()
         self._raise_failure()
 
+    @abstractmethod
     def _raise_failure(self) -> None:
-        raise NotImplementedError
+        """Raise what went wrong, if anything did."""
 
     def _wake(self) -> None:
         self._changed.set()
