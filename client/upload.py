@@ -1,8 +1,8 @@
 """The upload of a stream of weights, or of a delta in its place, by one client or one rank of a trainer.
 
 Invariants (tests/unit/test_client_weights.py, tests/cluster/test_weight_deltas.py):
-- each byte is sent once, at most `SPOOL_WINDOW` messages ahead of what the buffer confirmed; what was lost or
-  damaged, or is missing in a restarted buffer, is sent again from there on;
+- each byte is sent once, at most a window ahead of what the buffer confirmed; what was lost or damaged, or is
+  missing in a restarted buffer, is sent again from there on;
 - all of the stream is sent once the buffer cannot apply the delta. Every rank hears that, as each asks for
   the stream until the buffer has it.
 """
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from seer.client.sent_weights import Plan
 from seer.client.tensor_stream import TensorStream
-from seer.common.blobs import checksum
+from seer.common.blobs import checksum, part_bytes, window
 from seer.common.process.log import get_logger
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.wire import (
-    SPOOL_BYTES,
     SPOOL_PART,
     SPOOL_WINDOW,
     Bytes,
@@ -44,12 +43,13 @@ class UploadFailed(Exception):  # noqa: N818 - reads as what it says
 
 @dataclass(slots=True)
 class _Part:
-    """The bytes of `stream` that are sent by the name in `opening`, and how far."""
+    """The bytes of `stream` that are sent by the name in `opening`, and how far; `most` in a message."""
 
     opening: OpenSpool
     stream: TensorStream
     sent: int
     confirmed: int = 0
+    most: int = 1
 
 
 class Upload:
@@ -118,13 +118,13 @@ class Upload:
             if state.problem and (part is not None or state.name == self._name):
                 raise UploadFailed(state.problem)
             if part is not None:
-                part.confirmed = state.have
+                part.confirmed, part.most = state.have, min(part_bytes(part.opening.size), state.most)
                 part.sent = state.have if state.resend or refused else part.sent
 
     async def _send_window(self, send: Send) -> None:
         for name, part in self._parts.items():
-            while part.sent < min(part.opening.size, part.confirmed + SPOOL_WINDOW * SPOOL_BYTES):
-                length = min(SPOOL_BYTES, part.opening.size - part.sent)
+            while part.sent < min(part.opening.size, part.confirmed + window(part.most) * part.most):
+                length = min(part.most, part.opening.size - part.sent)
                 data, check = await asyncio.to_thread(
                     _read, part.stream, part.opening.start + part.sent, length
                 )

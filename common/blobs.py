@@ -6,6 +6,7 @@ Invariants (tests/unit/test_blobs.py, tests/cluster/test_fan_out.py, tests/clust
   that does not read delays no other;
 - a blob is fetched from the first source that gives it, and what that one did not give from the next;
 - a reader on the sender's machine needs nothing sent: it finds the sender's token in the folder;
+- a source may give less than it is asked for: the rest is asked for, too;
 - of one blob `WRITES` parts at most are written side by side, and a window at most is asked for or written;
   when a fetch has ended, however it did, nothing of it is written any more;
 - no wait for an answer is longer than the source's patience.
@@ -41,8 +42,8 @@ FILE_MODE = 0o600
 MAX_DAMAGED = 16
 """Parts in a row that may arrive damaged, and are asked for again, before their source is given up."""
 
-AT_ONCE = 16
-"""Parts that are read from disk at once: 32 MiB."""
+AT_ONCE = 8
+"""Parts that are read from disk at once: 64 MiB."""
 
 WRITES = 4
 """Parts that are written side by side. The kernel lets one thread at a time write a file: more would wait
@@ -70,6 +71,16 @@ class EndedForAll(ValueError):  # noqa: N818 - reads as what it says at the call
 def checksum(data: wire.Bytes) -> int:
     """Return the CRC-32 of a part, as zlib's, which would take two thirds of the time that a part takes."""
     return isal_zlib.crc32(data.data)
+
+
+def part_bytes(size: int) -> int:
+    """Return the bytes of a part, the last one apart, of a blob of `size`: a sixty-fourth, within bounds."""
+    return min(wire.SPOOL_BYTES, max(wire.SHORT_SPOOL_BYTES, size // 2**26 * 2**20))
+
+
+def window(part: int) -> int:
+    """Return how many parts of so many bytes may be in flight."""
+    return min(wire.SPOOL_WINDOW, wire.SPOOL_WINDOW_BYTES // part)
 
 
 def is_whole(part: wire.SpoolData) -> bool:
@@ -124,7 +135,7 @@ class Blob:
 
     def __init__(self, name: str, size: int, folder: Path, token: str = "", have: int = 0) -> None:
         self.name, self.size, self.folder, self.token, self.have = name, size, folder, token, have
-        self.file = folder / FILE
+        self.file, self.part_bytes = folder / FILE, part_bytes(size)
         self._ahead: dict[int, int] = {}  # lengths of the parts behind a gap, by their offsets
         self._end = ""
         self._changed = asyncio.Event()
@@ -138,7 +149,7 @@ class Blob:
         """Return what is said about it."""
         return wire.SpoolState(
             name=self.name, size=self.size, have=self.have, resend=resend, folder=str(self.folder),
-            token=self.token, problem=problem,
+            token=self.token, problem=problem, most=wire.SPOOL_BYTES,
         )  # fmt: skip
 
     def begin(self, fix: str) -> None:
@@ -160,12 +171,11 @@ class Blob:
 
     def length(self, offset: int) -> int:
         """Return the bytes of the part at an offset."""
-        return min(wire.SPOOL_BYTES, self.size - offset)
+        return min(self.part_bytes, self.size - offset)
 
-    def has(self, offset: int) -> bool:
-        """Return whether the part at an offset is there."""
-        length = self.length(offset)
-        return self.have >= offset + length or self._ahead.get(offset) == length
+    def has(self, offset: int, length: int) -> bool:
+        """Return whether so many bytes from an offset on are there."""
+        return self.have >= offset + length or self._ahead.get(offset, 0) >= length
 
     def put(self, part: wire.SpoolData) -> None:
         """Write a part into the file. Blocks."""
@@ -177,17 +187,18 @@ class Blob:
             self.put(part)
         return valid
 
-    def read(self, offset: int) -> wire.SpoolData:
+    def read(self, offset: int, length: int) -> wire.SpoolData:
         """Return a part that is there. Blocks; raises `OSError`."""
-        data = read_at(self.file, offset, self.length(offset))
+        data = read_at(self.file, offset, length)
         return wire.SpoolData(name=self.name, offset=offset, checksum=checksum(data), data=data)
 
     async def write(self, part: wire.SpoolData) -> bool:
-        """Store a part unless it is damaged, or not whole; return whether that was done. Raises `OSError`.
+        """Store a part unless it is damaged, or too long; return whether that was done. Raises `OSError`.
 
         When this has ended, nothing is written any more.
         """
-        valid = len(part.data) == self.length(part.offset) and await until_ended(self.store, part)
+        fits = 0 < len(part.data) <= self.length(part.offset)
+        valid = fits and await until_ended(self.store, part)
         if valid:
             self.came(part.offset, len(part.data))
         return valid
@@ -211,14 +222,16 @@ class Blob:
         self._end = why
         self._wake()
 
-    async def part(self, offset: int, disk: asyncio.Semaphore) -> wire.SpoolData:
+    async def part(self, asked: wire.ReadSpool, disk: asyncio.Semaphore) -> wire.SpoolData:
         """Return a part as soon as it is there; `disk`: bound on reads. Raises `ValueError` or `OSError`."""
+        offset = asked.offset
         if not 0 <= offset < self.size:
             raise ValueError("has no such bytes")
-        while not (self._end or self.has(offset)):
+        length = min(self.length(offset), asked.length)
+        while not (self._end or self.has(offset, length)):
             await self._changed.wait()
         async with disk:
-            part = None if self._end else await asyncio.to_thread(self.read, offset)
+            part = None if self._end else await asyncio.to_thread(self.read, offset, length)
         if part is None or self._end:  # also if it ended while it was read: its file may be another's by now
             raise ValueError(self._end)
         return part
@@ -288,13 +301,13 @@ class Readers:
         elif isinstance(question, wire.OpenSpool):
             await reply(address, blob.state())
         elif (key := (address, name, question.offset)) not in self.reads and len(self.reads) < self._most:
-            self.reads[key] = task = asyncio.create_task(self._read(reply, address, blob, question.offset))
+            self.reads[key] = task = asyncio.create_task(self._read(reply, address, blob, question))
             task.add_done_callback(lambda _: self.reads.pop(key))
 
-    async def _read(self, reply: Reply, address: bytes, blob: Blob, offset: int) -> None:
+    async def _read(self, reply: Reply, address: bytes, blob: Blob, asked: wire.ReadSpool) -> None:
         answer: Answer
         try:
-            answer = await blob.part(offset, self._disk)
+            answer = await blob.part(asked, self._disk)
         except ValueError as error:
             answer = blob.state(problem=str(error))
         except OSError as error:
@@ -425,11 +438,12 @@ class Asked(ABC):
 
 
 class _Window:
-    """The parts of a blob that were asked for, and those that are written: `SPOOL_WINDOW` together."""
+    """The parts of a blob that were asked for, and those that are written: a `window` together."""
 
     def __init__(self, source: Asked, blob: Blob) -> None:
         self._source, self._blob = source, blob
-        self._missing = (at for at in range(0, blob.size, wire.SPOOL_BYTES) if not blob.has(at))
+        lengths = ((at, blob.length(at)) for at in range(0, blob.size, blob.part_bytes))
+        self._missing = ((at, length) for at, length in lengths if not blob.has(at, length))
         self._asked: dict[int, wire.ReadSpool] = {}
         self._writes: set[asyncio.Task[None]] = set()
         self._damaged = 0
@@ -437,30 +451,33 @@ class _Window:
     async def fetch(self) -> None:
         """See `Asked.fetch`. What it raises is in a group."""
         async with asyncio.TaskGroup() as writers:
-            for offset in itertools.islice(self._missing, wire.SPOOL_WINDOW):
-                await self._ask(offset)
+            for offset, length in itertools.islice(self._missing, window(self._blob.part_bytes)):
+                await self._ask(offset, length)
             while self._asked or self._writes:
                 if len(self._writes) >= WRITES or not self._asked:
                     await asyncio.wait(self._writes, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 part = await self._source.next(list(self._asked.values()))
                 if isinstance(part, wire.SpoolData) and part.offset in self._asked:
-                    del self._asked[part.offset]
-                    self._writes.add(write := writers.create_task(self._write(part)))
+                    length = self._asked.pop(part.offset).length
+                    self._writes.add(write := writers.create_task(self._write(part, length)))
                     write.add_done_callback(self._writes.discard)
 
-    async def _ask(self, offset: int) -> None:
-        self._asked[offset] = question = wire.ReadSpool(name=self._blob.name, offset=offset)
+    async def _ask(self, offset: int, length: int) -> None:
+        question = wire.ReadSpool(name=self._blob.name, offset=offset, length=length)
+        self._asked[offset] = question
         await self._source.ask(question)
 
-    async def _write(self, part: wire.SpoolData) -> None:
-        """Write a part, and ask for the next one, or for this one again."""
+    async def _write(self, part: wire.SpoolData, length: int) -> None:
+        """Write a part, of which `length` was asked for; ask for its rest, for the next, or for it again."""
         if await self._blob.write(part):
             self._damaged = 0
-            if (offset := next(self._missing, None)) is not None:
-                await self._ask(offset)
+            came = len(part.data)
+            rest = (part.offset + came, length - came) if came < length else next(self._missing, None)
+            if rest is not None:
+                await self._ask(*rest)
         elif (damaged := self._damaged + 1) >= MAX_DAMAGED:
             raise ValueError(f"{damaged} parts in a row arrived damaged")
         else:
             self._damaged = damaged
-            await self._ask(part.offset)
+            await self._ask(part.offset, length)

@@ -33,7 +33,7 @@ import fan_out
 import numpy as np
 from fan_out import HEAD, KINDS, change, line_of, namespaces, start
 from lib.hardware import machine
-from update_model import PART, Cluster, Costs, Update, bounds, from_folder, phases
+from update_model import Cluster, Costs, Update, bounds, from_folder, part_of, phases
 
 from seer.client import RolloutClient
 from seer.client.tensor_stream import TensorStream, hash_of
@@ -93,12 +93,14 @@ def bare_costs(size: int = 2**26) -> dict[str, Any]:
     }
 
 
-def give_cost(count: int = 32) -> float:
+def give_cost(count: int = 8) -> float:
     """Return what it costs to read a message's bytes, and to sum them."""
     with tempfile.TemporaryDirectory() as scratch:
         blob = Blob("v0", count * SPOOL_BYTES, Path(scratch))
         np.random.default_rng(0).integers(0, 255, blob.size, np.uint8).tofile(blob.file)
-        seconds = thread_seconds(lambda: [blob.read(each * SPOOL_BYTES) for each in range(count)])
+        seconds = thread_seconds(
+            lambda: [blob.read(each * SPOOL_BYTES, SPOOL_BYTES) for each in range(count)]
+        )
     return seconds / blob.size * 1e9
 
 
@@ -229,7 +231,7 @@ def message_costs(size: int, give: float) -> dict[str, float]:
         values = np.linalg.lstsq(np.array(left, float), np.array(right) / gb, rcond=None)[0]
         found |= dict(zip(names, np.maximum(values, 0).tolist(), strict=True))
     for name in ("sends", "takes", "serves"):
-        found[name] *= PART
+        found[name] *= part_of(gb)
     return found
 
 
@@ -342,7 +344,7 @@ def main() -> None:
         "costs": asdict(costs),
         "bounds_seconds_a_gb": {
             name: round(each, 3)
-            for name, each in bounds(costs, Cluster(16, 50.0, given.cores, gpus=8)).items()
+            for name, each in bounds(145, costs, Cluster(16, 50.0, given.cores, gpus=8)).items()
         },
         "eight_nodes_here": validated(costs, sizes, given.mbit, given.turns),
         "cores_a_node": given.cores,

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from seer.common.blobs import part_bytes, window
 from seer.common.net.transport.zmq import IO_THREADS
-from seer.common.wire import SPOOL_BYTES, SPOOL_WINDOW
 from seer.services.buffer.weights.fan_out import FAN_OUT
 
-PART = SPOOL_BYTES / 1e9
 MOST_THREADS = 32
 """Of a ThreadPoolExecutor without a number: that, or four more than there are cores."""
 
@@ -103,41 +102,47 @@ def level(number: int) -> int:
     return 1 if number < FAN_OUT else 1 + level(number // FAN_OUT - 1)
 
 
-def bounds(costs: Costs, cluster: Cluster) -> dict[str, float]:
-    """Return seconds per GB of a stream by what each stage would allow alone.
+def part_of(gb: float) -> float:
+    """Return the GB of a message of a stream of so many GB."""
+    return part_bytes(int(gb * 1e9)) / 1e9
+
+
+def bounds(gb: float, costs: Costs, cluster: Cluster) -> dict[str, float]:
+    """Return seconds per GB of a stream of `gb` by what each stage would allow alone.
 
     The buffer feeds as many as any node, so what bounds it bounds the nodes, too.
     """
-    ranks, fed, hand = cluster.ranks, cluster.fed, costs.handover / PART
+    ranks, fed, part = cluster.ranks, cluster.fed, part_of(gb)
+    hand = costs.handover / part
     found = {
-        "a sender": (costs.make + hand + costs.sends / PART) / ranks,
+        "a sender": (costs.make + hand + costs.sends / part) / ranks,
         "a sender's IO thread": costs.out / ranks,
         "the writes of a file": costs.store,
-        "an event loop": (costs.takes + fed * costs.serves) / PART,
+        "an event loop": (costs.takes + fed * costs.serves) / part,
         "IO threads": max(costs.into, costs.out, (costs.into + fed * costs.out) / IO_THREADS),
         "links": fed / cluster.link,
-        "windows": (costs.give + costs.store + hand + cluster.trip / PART) / SPOOL_WINDOW,
+        "windows": (costs.give + costs.store + hand + cluster.trip / part) / window(round(part * 1e9)),
     }
     if not cluster.beside_buffer:
         found["links of ranks"] = 1 / (ranks * cluster.link)
     if cluster.one_machine:
-        found["all cores"] = work(costs, cluster) / cluster.cores
+        found["all cores"] = work(part, costs, cluster) / cluster.cores
     return found
 
 
-def work(costs: Costs, cluster: Cluster) -> float:
-    """Return the seconds of cores that a GB of a stream takes on all nodes together."""
-    sent = costs.make + costs.out + costs.sends / PART
-    taken = costs.into + costs.store + costs.takes / PART
-    served = costs.give + costs.out + costs.serves / PART
+def work(part: float, costs: Costs, cluster: Cluster) -> float:
+    """Return the seconds of cores that a GB, in messages of `part` GB, takes on all nodes together."""
+    sent = costs.make + costs.out + costs.sends / part
+    taken = costs.into + costs.store + costs.takes / part
+    served = costs.give + costs.out + costs.serves / part
     return sent + taken + cluster.nodes * (taken + served)
 
 
 def streamed(gb: float, costs: Costs, cluster: Cluster) -> tuple[float, str]:
     """Return how long a stream takes to be on all nodes, and what bounds it."""
-    found = bounds(costs, cluster)
+    found = bounds(gb, costs, cluster)
     slowest = max(found, key=lambda each: found[each])
-    each_level = min(gb, PART) * (cluster.fed / cluster.link + costs.give + costs.store)
+    each_level = min(gb, part_of(gb)) * (cluster.fed / cluster.link + costs.give + costs.store)
     return gb * found[slowest] + (cluster.depth - 1) * each_level, slowest
 
 

@@ -106,11 +106,13 @@ from seer.common.wire.trainers import Submit as Submit
 from seer.common.wire.trainers import TokensGenerated as TokensGenerated
 from seer.common.wire.trainers import TrainerToBuffer as TrainerToBuffer
 from seer.common.wire.weights import MAX_HOLDERS as MAX_HOLDERS
+from seer.common.wire.weights import SHORT_SPOOL_BYTES as SHORT_SPOOL_BYTES
 from seer.common.wire.weights import SPOOL_BYTES as SPOOL_BYTES
 from seer.common.wire.weights import SPOOL_PART as SPOOL_PART
 from seer.common.wire.weights import SPOOL_SCHEME as SPOOL_SCHEME
 from seer.common.wire.weights import SPOOL_STALL_SECONDS as SPOOL_STALL_SECONDS
 from seer.common.wire.weights import SPOOL_WINDOW as SPOOL_WINDOW
+from seer.common.wire.weights import SPOOL_WINDOW_BYTES as SPOOL_WINDOW_BYTES
 from seer.common.wire.weights import DiscardWeights as DiscardWeights
 from seer.common.wire.weights import EngineToHolder as EngineToHolder
 from seer.common.wire.weights import HolderToEngine as HolderToEngine

@@ -7,4 +7,4 @@ other. MINOR changes with every backward-compatible addition.
 from __future__ import annotations
 
 MAJOR = 3
-MINOR = 13
+MINOR = 14

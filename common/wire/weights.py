@@ -13,11 +13,17 @@ import msgspec
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.wire.base import Bytes, Folder, Hello, Message, Refused, ShortStr, Welcome
 
-SPOOL_BYTES = 2**21
-"""Data of one `SpoolData`, the last one of a stream apart: small enough not to delay other messages."""
+SPOOL_BYTES = 2**23
+"""Most data of one `SpoolData`: each costs an event loop about a millisecond, however small it is."""
+
+SHORT_SPOOL_BYTES = 2**21
+"""Most of a short stream's, which nodes pass on meanwhile, and for peers before protocol 3.14."""
 
 SPOOL_WINDOW = 8
 """Most `SpoolData` in flight to one peer."""
+
+SPOOL_WINDOW_BYTES = 2**25
+"""Most of their data: other messages wait behind it, 27 ms at 10 Gbit/s."""
 
 SPOOL_STALL_SECONDS = 30.0
 """An incomplete stream that does not grow for this long is given up."""
@@ -158,7 +164,8 @@ class SpoolState(Message, tag=True):
     It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token` there
     sees the same folder, and needs nothing sent. A `problem` ends the stream, or that holder's copy. From a
     holder, `size` 0 means that it has not begun its copy. From the buffer, `base` is the stream that it is
-    made from; empty: all bytes are to be sent. `keep` is that of `OpenSpool`.
+    made from; empty: all bytes are to be sent. `keep` is that of `OpenSpool`. `most`: bytes of a `SpoolData`
+    that the sender of this takes.
     """
 
     name: ShortStr
@@ -170,6 +177,7 @@ class SpoolState(Message, tag=True):
     problem: str = ""
     base: ShortStr = ""
     keep: bool = False
+    most: Annotated[int, msgspec.Meta(ge=1)] = SHORT_SPOOL_BYTES
 
 
 class SpoolData(Message, tag=True):
@@ -182,10 +190,14 @@ class SpoolData(Message, tag=True):
 
 
 class ReadSpool(Message, tag=True):
-    """Ask for `SPOOL_BYTES` of a stream from `offset` on; answered by `SpoolData` as soon as it can be."""
+    """Ask for `length` bytes of a stream from `offset` on; answered by `SpoolData` as soon as it can be.
+
+    That may have fewer: at the stream's end, or from a peer that gives no more at once.
+    """
 
     name: ShortStr
     offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)] = SHORT_SPOOL_BYTES
 
 
 class Sleep(Message, tag=True):

@@ -36,7 +36,7 @@ from chaos.plan import Fault, Plan
 from chaos.plan import draw as drawn
 from chaos.values import with_values
 from chaos.world import World
-from seer.client import image_uploads, upload
+from seer.client import image_uploads
 from seer.common import wire
 from seer.common.blobs import on_this_machine
 from seer.common.config import BufferConfig
@@ -304,7 +304,6 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(fan_out, "FAN_OUT", plan.fan_out),
             mock.patch.object(dgds_server, "TTL_SECONDS", 20.0),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
-            mock.patch.object(upload, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(wire, "IMAGE_PART_BYTES", PART_BYTES),
             mock.patch.object(image_uploads, "IMAGE_PART_BYTES", PART_BYTES),
             mock.patch.object(image_server, "MAX_IMAGE_BYTES", LARGEST_BYTES),

@@ -10,7 +10,7 @@ from cluster_harness import Cluster, roll
 from msgspec.structs import replace
 from virtual_time import PROCESS, VIRTUAL, eventually
 
-from seer.client import WeightsRefused, upload
+from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import blobs, wire
 from seer.common.blobs import checksum
@@ -64,8 +64,7 @@ class Nodes(Cluster):
 def elsewhere(monkeypatch):
     """No engine is on the buffer's machine; which nodes engines are on is the process's own business."""
     monkeypatch.setattr(blobs.Asked, "here", staticmethod(lambda state: False))
-    for module in (wire, upload):  # small parts: a stream of 24 is enough
-        monkeypatch.setattr(module, "SPOOL_BYTES", PART_BYTES)
+    monkeypatch.setattr(wire, "SPOOL_BYTES", PART_BYTES)  # small parts: a stream of 24 is enough
     monkeypatch.setattr(conductor, "node_id", lambda: "buffer's")
 
 

@@ -19,7 +19,7 @@ from seer.services.engine.weights.holders import Buffer
 
 pytestmark = VIRTUAL
 
-SIZE = wire.SPOOL_BYTES * wire.SPOOL_WINDOW // 4  # float32 elements: a window
+SIZE = wire.SHORT_SPOOL_BYTES * wire.SPOOL_WINDOW // 4  # float32 elements: a window
 
 
 def tensors(fill, names="abcd", size=SIZE):
@@ -126,7 +126,9 @@ async def test_it_survives_a_restart_of_the_buffer(tmp_path, configured):
                 put(*message)
 
         spool.put = cut
-        await eventually(lambda: sum(part.have for part in spool._streams.values()) >= 5 * wire.SPOOL_BYTES)
+        await eventually(
+            lambda: sum(part.have for part in spool._streams.values()) >= 5 * wire.SHORT_SPOOL_BYTES
+        )
         await cluster.kill("buffer")
         await cluster.start("buffer")
         found = await ended(tasks)

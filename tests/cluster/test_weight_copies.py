@@ -21,7 +21,7 @@ from seer.services.engine.weights.holders import Buffer, Copy
 
 pytestmark = VIRTUAL
 
-LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
+LARGE = {"w": np.ones(wire.SHORT_SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}
 
 

@@ -16,7 +16,7 @@ from seer.services.engine.weights.holders import Buffer, Copy
 pytestmark = VIRTUAL
 
 LARGE = (
-    wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
+    wire.SHORT_SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
 )  # float32 elements: two windows, and a bit with the header
 
 
@@ -142,7 +142,7 @@ async def test_a_stream_survives_its_buffer(tmp_path):
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
         update = asyncio.create_task(client.update_weights(1, tensors(1.0, LARGE)))
         spool = _cut_after(3, cluster)
-        await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * wire.SPOOL_BYTES])
+        await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * wire.SHORT_SPOOL_BYTES])
         await cluster.kill("buffer")
         assert not update.done()
         await cluster.start("buffer")
@@ -165,7 +165,9 @@ async def test_a_trainer_that_dies_while_it_sends_changes_nothing():
         async with cluster.client() as other:
             update = asyncio.create_task(other.update_weights(1, tensors(1.0, LARGE)))
             spool = _cut_after(3, cluster)
-            await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * wire.SPOOL_BYTES])
+            await eventually(
+                lambda: [s.have for s in spool._streams.values()] == [3 * wire.SHORT_SPOOL_BYTES]
+            )
             update.cancel()
         server = cluster.services["buffer"]
         assert server.weights.updating

@@ -22,15 +22,17 @@ PARTS = 8
 
 def part(number: int) -> wire.SpoolData:
     """Return the stream's part `number`, of 2 MiB."""
-    data = np.frombuffer(random.Random(number).randbytes(wire.SPOOL_BYTES), np.uint8)
-    return wire.SpoolData(name=NAME, offset=number * wire.SPOOL_BYTES, checksum=checksum(data), data=data)
+    data = np.frombuffer(random.Random(number).randbytes(wire.SHORT_SPOOL_BYTES), np.uint8)
+    return wire.SpoolData(
+        name=NAME, offset=number * wire.SHORT_SPOOL_BYTES, checksum=checksum(data), data=data
+    )
 
 
 async def serve() -> None:
     me = Identity(role="engine", name="holder", incarnation=1, config_hash="same")
     server = Peers(ZmqTransport(), me, LoopClock())
     endpoint = await server.start("tcp://127.0.0.1:0", "")
-    copy = Copy(NAME, PARTS * wire.SPOOL_BYTES)
+    copy = Copy(NAME, PARTS * wire.SHORT_SPOOL_BYTES)
     copy.begin("")
     for number in range(PARTS // 2):
         assert await copy.write(part(number))

@@ -78,8 +78,11 @@ class Hostile:
             for number, (who, socket) in enumerate(self.sockets):
                 frames = self.maker.made(rng.choice(KINDS), "copies", who)
                 if number < MUTE or rng.random() < 0.3:
-                    offset = rng.choice((turn % (2 * PARTS) * wire.SPOOL_BYTES, turn, 2**62, 2**63 - 1))
-                    frames = [msgspec.msgpack.encode({"type": "ReadSpool", "name": NAME, "offset": offset})]
+                    offset = rng.choice((turn % (2 * PARTS) * wire.SHORT_SPOOL_BYTES, turn, 2**62, 2**63 - 1))
+                    asked = {"type": "ReadSpool", "name": NAME, "offset": offset}
+                    if rng.random() < 0.5:
+                        asked["length"] = rng.choice((1, wire.SPOOL_BYTES, 2**62))
+                    frames = [msgspec.msgpack.encode(asked)]
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send_multipart(frames)
                 while number >= MUTE and socket.poll(0, zmq.POLLIN):
@@ -91,7 +94,7 @@ class Hostile:
 
 async def copied(reader: Channel[wire.EngineToHolder, wire.HolderToEngine], first: int, last: int) -> None:
     """Copy some parts, as an engine does: what is not answered is asked for again."""
-    missing = {number * wire.SPOOL_BYTES for number in range(first, last)}
+    missing = {number * wire.SHORT_SPOOL_BYTES for number in range(first, last)}
     while missing:
         for offset in missing:
             await reader.send(wire.ReadSpool(name=NAME, offset=offset))
@@ -100,7 +103,7 @@ async def copied(reader: Channel[wire.EngineToHolder, wire.HolderToEngine], firs
                 while missing:
                     message = await reader.recv()
                     if isinstance(message, wire.SpoolData) and message.offset in missing:
-                        expected = part(message.offset // wire.SPOOL_BYTES)
+                        expected = part(message.offset // wire.SHORT_SPOOL_BYTES)
                         assert message.checksum == expected.checksum
                         assert np.array_equal(message.data, expected.data)
                         missing.discard(message.offset)

@@ -7,17 +7,30 @@ import pytest
 from virtual_time import virtual
 
 from seer.common import blobs, wire
-from seer.common.blobs import MAX_DAMAGED, Asked, Blob, Readers, checksum, on_this_machine
+from seer.common.blobs import (
+    MAX_DAMAGED,
+    Asked,
+    Blob,
+    Readers,
+    checksum,
+    on_this_machine,
+    part_bytes,
+    window,
+)
 
-PART = wire.SPOOL_BYTES
+PART = wire.SHORT_SPOOL_BYTES
 SIZE = 3 * PART + 100
 BYTES = np.arange(SIZE, dtype=np.uint32).astype(np.uint8)
 WHOLE = (0, PART, 2 * PART, 3 * PART)
 
 
-def part(offset, damaged=False):
-    data = BYTES[offset : offset + PART]
+def part(offset, damaged=False, length=PART):
+    data = BYTES[offset : offset + length]
     return wire.SpoolData(name="v1", offset=offset, checksum=checksum(data) ^ damaged, data=data)
+
+
+def asked(offset):
+    return wire.ReadSpool(name="v1", offset=offset)
 
 
 async def made(folder, *offsets):
@@ -32,9 +45,8 @@ async def made(folder, *offsets):
 async def test_a_blob_has_exactly_the_parts_that_arrived_whole(tmp_path):
     blob = await made(tmp_path / "a")
     assert not await blob.write(part(0, damaged=True))
-    short = part(0)
-    short.data = short.data[:-1]
-    assert not await blob.write(short)
+    for length in (PART + 1, 0):
+        assert not await blob.write(part(0, length=length))
     for offset, have, arrived in (
         (PART, 0, PART),
         (0, 2 * PART, 2 * PART),
@@ -42,14 +54,14 @@ async def test_a_blob_has_exactly_the_parts_that_arrived_whole(tmp_path):
     ):
         assert await blob.write(part(offset))
         assert (blob.have, blob.arrived) == (have, arrived)
-    assert [at for at in WHOLE if not blob.has(at)] == [2 * PART]
+    assert [at for at in WHOLE if not blob.has(at, blob.length(at))] == [2 * PART]
     await blob.write(part(2 * PART))
     assert (blob.have, blob.arrived, blob.file.read_bytes()) == (SIZE, SIZE, BYTES.tobytes())
 
 
 async def test_who_waits_for_a_part_gets_it_or_hears_why_it_never_comes(tmp_path, monkeypatch):
     blob, disk = await made(tmp_path / "a"), asyncio.Semaphore(1)
-    first, last = (asyncio.create_task(blob.part(offset, disk)) for offset in (0, 3 * PART))
+    first, last = (asyncio.create_task(blob.part(asked(offset), disk)) for offset in (0, 3 * PART))
     await asyncio.sleep(0)
     await blob.write(part(0))
     got = await first
@@ -57,7 +69,7 @@ async def test_who_waits_for_a_part_gets_it_or_hears_why_it_never_comes(tmp_path
     assert got.checksum == checksum(got.data)
     assert not last.done()
     with pytest.raises(ValueError, match="no such bytes"):
-        await blob.part(SIZE, disk)
+        await blob.part(asked(SIZE), disk)
     read = blobs.read_at
 
     def removed(*place):  # it is removed, and its file is another's, while a part of it is read
@@ -67,9 +79,9 @@ async def test_who_waits_for_a_part_gets_it_or_hears_why_it_never_comes(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(blobs, "read_at", removed)
         with pytest.raises(ValueError, match="it was removed"):
-            await blob.part(0, disk)
+            await blob.part(asked(0), disk)
     blob.end("it was removed")
-    for waiting in (last, blob.part(0, disk)):
+    for waiting in (last, blob.part(asked(0), disk)):
         with pytest.raises(ValueError, match="it was removed"):
             await waiting
 
@@ -102,14 +114,14 @@ async def test_readers_hear_what_is_there_and_get_parts_as_they_arrive(tmp_path)
     await readers.answer(reply, b"a", wire.ReadSpool(name="v0", offset=0))
     assert said.pop()[1].problem == "it is gone"
     for offset in (PART, PART, 2 * PART, 0):
-        await readers.answer(reply, b"a", wire.ReadSpool(name="v1", offset=offset))
+        await readers.answer(reply, b"a", asked(offset))
     assert [offset for _, _, offset in readers.reads] == [PART, 2 * PART]  # and no more wait
     del said[:]
     await blob.write(part(PART))
     await readers.reads[b"a", "v1", PART]
     assert [(to, answer.offset, len(answer.data)) for to, answer in said] == [(b"a", PART, PART)]
     blob.file.unlink()
-    await readers.answer(reply, b"b", wire.ReadSpool(name="v1", offset=0))
+    await readers.answer(reply, b"b", asked(0))
     await readers.reads[b"b", "v1", 0]
     assert "cannot be read" in said[-1][1].problem
     (waiting,) = readers.reads.values()
@@ -119,7 +131,7 @@ async def test_readers_hear_what_is_there_and_get_parts_as_they_arrive(tmp_path)
 
 
 class Holder(Asked):
-    """Has all parts; loses the questions that `lost` says, and may damage parts. Patient for 20 s."""
+    """Gives `PART` bytes at once; loses the questions that `lost` says, and may damage parts. Patient for 20 s."""
 
     def __init__(self, lost=lambda number: False, damaged=False):
         self.asked, self.answers, self.lost, self.damaged = [], asyncio.Queue(), lost, damaged
@@ -133,7 +145,8 @@ class Holder(Asked):
     async def _take(self, question):
         self.asked.append(question.offset)
         if not self.lost(len(self.asked)):
-            self.answers.put_nowait(part(question.offset, self.damaged))
+            length = min(question.length, PART)
+            self.answers.put_nowait(part(question.offset, self.damaged, length))
 
 
 @virtual
@@ -155,3 +168,23 @@ async def test_a_source_of_damaged_parts_alone_and_a_silent_one_are_given_up(tmp
     with pytest.raises(ValueError, match="it is silent"):
         await Holder(lambda number: True).fetch(blob)
     assert asyncio.get_running_loop().time() - before == 20
+
+
+@pytest.mark.parametrize(
+    ("size", "part", "most"),
+    [(1, 2, 8), (127, 2, 8), (128, 2, 8), (192, 3, 8), (448, 7, 4), (512, 8, 4), (10**6, 8, 4)],
+)
+def test_long_streams_have_long_parts_and_fewer_in_flight(size, part, most):
+    assert part_bytes(size * 2**20) == part * 2**20
+    assert window(part * 2**20) == most
+
+
+@virtual
+async def test_peers_of_before_give_and_get_parts_of_their_own_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(blobs, "part_bytes", lambda size: 2 * PART)
+    blob, holder = await made(tmp_path / "a"), Holder(lambda number: number == 3)
+    await holder.fetch(blob)
+    assert blob.file.read_bytes() == BYTES.tobytes()
+    assert holder.asked == [0, 2 * PART, PART, 3 * PART, PART]  # the rests, one of which is lost
+    given = await blob.part(asked(PART), asyncio.Semaphore(1))
+    assert (given.offset, given.data.tobytes()) == (PART, BYTES[PART : 2 * PART].tobytes())

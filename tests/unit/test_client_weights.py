@@ -8,7 +8,7 @@ import pytest
 from made_up_ranks import MadeUpRanks, on_each
 from virtual_time import VIRTUAL, eventually
 
-from seer.client import SentWeights, ShardedTensors, SharedTensors, WeightsRefused
+from seer.client import SentWeights, ShardedTensors, SharedTensors, WeightsRefused, upload
 from seer.client.sharded_update import ShardedUpdate
 from seer.client.tensor_stream import TensorStream
 from seer.client.weight_update import Update, new_call_id
@@ -17,15 +17,15 @@ from seer.common.weights.digest import BLAKE3
 
 pytestmark = VIRTUAL
 
-TENSORS = {"w": np.arange(wire.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
+TENSORS = {"w": np.arange(wire.SHORT_SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
 
 
 class Buffer:
     """Keeps what it is sent, and tells how far a stream has come as long as `confirms`."""
 
-    def __init__(self, source="/new", version=7):
+    def __init__(self, source="/new", version=7, most=wire.SPOOL_BYTES):
         self.update = Update(version, source, "", "finish")
-        self.sent, self.have, self.confirms = [], 0, True
+        self.sent, self.have, self.confirms, self.most = [], 0, True, most
         self.task = asyncio.create_task(self.update.run(self.send))
 
     async def send(self, message):
@@ -38,7 +38,9 @@ class Buffer:
 
     def state(self, **fields):
         stream = self.update.stream
-        state = wire.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
+        state = wire.SpoolState(
+            name=self.update._name, size=stream.size, have=self.have, most=self.most, **fields
+        )
         self.update.answer(state)
 
     def live(self, call_id):
@@ -86,6 +88,17 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     assert (await buffer.task).version == 7
 
 
+@pytest.mark.parametrize("most", [wire.SHORT_SPOOL_BYTES, 2**40])
+async def test_messages_have_as_much_as_buffer_and_client_take(most, monkeypatch):
+    monkeypatch.setattr(upload, "part_bytes", lambda size: size // 2)
+    buffer = Buffer(TENSORS, most=most)
+    size = buffer.update.stream.size
+    await eventually(lambda: buffer.have == size)
+    sent = [len(each.data) for each in buffer.sent if isinstance(each, wire.SpoolData)]
+    assert set(sent[:-1]) == {min(most, size // 2)}
+    buffer.task.cancel()
+
+
 async def test_what_is_said_of_other_updates_and_streams_changes_nothing():
     buffer = Buffer(TENSORS)
     await asyncio.sleep(1)
@@ -116,20 +129,20 @@ async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_be
 
 
 async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_its_update(monkeypatch):
-    monkeypatch.setattr("seer.client.upload.SPOOL_WINDOW", 2)
+    monkeypatch.setattr(wire, "SPOOL_WINDOW", 2)
     buffer = Buffer(TENSORS)
     buffer.confirms = False
 
     def offsets():
         return [
-            message.offset // wire.SPOOL_BYTES
+            message.offset // wire.SHORT_SPOOL_BYTES
             for message in buffer.sent
             if isinstance(message, wire.SpoolData)
         ]
 
     await asyncio.sleep(1)
     assert offsets() == [0, 1]
-    buffer.have = wire.SPOOL_BYTES
+    buffer.have = wire.SHORT_SPOOL_BYTES
     buffer.state(resend=True)
     await asyncio.sleep(1)
     assert offsets() == [0, 1, 1, 2]

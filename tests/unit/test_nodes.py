@@ -270,8 +270,8 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
         monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
         read, damaged = Blob.read, []
 
-        def read_or_damage(stream, offset):
-            part = read(stream, offset)
+        def read_or_damage(stream, offset, length):
+            part = read(stream, offset, length)
             if len(damaged) < 3:
                 damaged.append(offset)
                 part.checksum += 1
@@ -283,7 +283,7 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
         ((own, theirs),) = system.backend.loaded
         assert own == new
         assert len(damaged) == 3
-        assert set(damaged) == {0, wire.SPOOL_BYTES}
+        assert set(damaged) == {0, wire.SHORT_SPOOL_BYTES}
         assert not await asyncio.to_thread(Path(theirs).exists)
         assert system.backend.digests == [prepared.digest]
         await system.buffer.send(wire.PrepareWeights(version=2, source="spool:y", call_id=2))

@@ -229,7 +229,7 @@ async def test_when_the_spool_ends_nothing_is_written_any_more(tmp_path, monkeyp
 
 # --- who fetches -----------------------------------------------------------------------------
 
-SIZE = 12 * wire.SPOOL_BYTES
+SIZE = 12 * wire.SHORT_SPOOL_BYTES
 BYTES = np.arange(SIZE, dtype=np.uint32).astype(np.uint8)
 
 
@@ -245,9 +245,11 @@ class Holder(Asked):
         return 100.0
 
     async def _take(self, question):
-        self.offsets = {each for each in self.offsets if not self.blob.has(each)} | {question.offset}
+        self.offsets = {each for each in self.offsets if not self.blob.has(each, self.blob.length(each))} | {
+            question.offset
+        }
         self.most = max(self.most, len(self.offsets))
-        data = BYTES[question.offset : question.offset + wire.SPOOL_BYTES]
+        data = BYTES[question.offset : question.offset + wire.SHORT_SPOOL_BYTES]
         damaged = self.count in self.damaged
         self.count += 1
         part = wire.SpoolData(name=NAME, offset=question.offset, checksum=checksum(data) ^ damaged, data=data)

@@ -215,7 +215,7 @@ async def test_what_waits_is_bounded_in_bytes_too():
     spool = Spool("", LoopClock())
     for offset in [0] * 1000:
         spool.put(None, b"", part("v1-a", offset))
-    assert spool._turns.queue.qsize() * wire.SPOOL_BYTES <= 2**26
+    assert spool._turns.queue.qsize() * wire.SPOOL_BYTES <= 2**28
     large = np.zeros(wire.SPOOL_BYTES + 1, dtype=np.uint8)
     spool = Spool("", LoopClock())
     spool.put(None, b"", wire.SpoolData(name="v1-a", offset=0, checksum=0, data=large))

@@ -6,6 +6,7 @@ import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import virtual
 
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError
 from seer.common.net.identity import Identity
@@ -71,7 +72,7 @@ async def test_an_engine_says_what_it_has_and_what_it_deleted():
     assert mine._find("v1") == GONE
     assert not copy.folder.exists()
     with pytest.raises(ValueError, match=GONE):
-        await copy.part(0, asyncio.Semaphore())
+        await copy.part(wire.ReadSpool(name=copy.name, offset=0), asyncio.Semaphore())
 
 
 @virtual

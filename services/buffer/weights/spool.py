@@ -65,7 +65,7 @@ _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 
 _MAX_PARTS = 4 * wire.SPOOL_WINDOW
-"""Messages with data among them: 64 MiB."""
+"""Messages with data among them: 256 MiB."""
 
 _MAX_READERS = 4096
 """Reads that wait for their bytes."""
