@@ -11,11 +11,13 @@ import pytest
 import torch
 from ahead import check_on_two_ranks
 from engine_cases import BASE, chunk, engine_of, one_go, run
+from safetensors.torch import load_file, save_file
 from shared_engines import MODEL, changed_model
 from tiny_families import tiny
 from transformers import LlamaForCausalLM
 from vllm.model_executor.model_loader.reload import layerwise
 
+from seer.common.errors import EngineError
 from seer.common.sleep import SleepState
 from seer.services.engine.vllm import core, laid_out
 
@@ -56,6 +58,21 @@ def state(backend):
 
 def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_load_that_failed_leaves_nothing_for_the_next_one(tmp_path):
+    """It ends within a layer, of which vLLM has noted what came."""
+    broken, tensors = changed_model(tmp_path / "broken"), {}
+    for name, tensor in load_file(broken / "model.safetensors").items():
+        tensors[name] = tensor if ".1.self_attn.v_proj" not in name else tensor[:-1].clone()
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with engine_of(MODEL, kv_blocks=40) as backend:
+        backend.load_weights(MODEL, "old")
+        expected = state(backend)
+        with pytest.raises(EngineError, match="could not load"):
+            backend.load_weights(broken, "broken")
+        backend.load_weights(MODEL, "old")
+        assert equal(state(backend), expected)
 
 
 def with_biases(folder, scale):

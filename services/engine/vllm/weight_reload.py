@@ -9,6 +9,8 @@
   their old weights on any device, with a line in the log.
 - A parameter that gets nothing while others of its layer do, as a scale that is missing, gets whatever lay
   in its new memory (`materialize_layer` in reload/meta.py).
+- After a load that failed, layers keep what came of it, and the next one adds to that
+  (`initialize_layerwise_reload` in model_loader/reload/layerwise.py).
 """
 
 from __future__ import annotations
@@ -48,6 +50,12 @@ def reloading(load: Callable[..., None], **given: object) -> None:
     layerwise._place_kernel_tensors = noted
     try:
         load(**given)
+    except BaseException:
+        for layer, info in list(layerwise.LAYERWISE_INFO.items()):
+            if info.can_load() and info.kernel_tensors is not None:
+                put_back(layer, info)
+                info.reset()
+        raise
     finally:
         layerwise._place_kernel_tensors = put_back
     lacking |= {type(layer).__name__ for layer, parameters in others if parameters - loaded}
