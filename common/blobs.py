@@ -7,6 +7,7 @@ Invariants (tests/unit/test_blobs.py, tests/cluster/test_fan_out.py, tests/clust
 - a blob is fetched from the first source that gives it, and what that one did not give from the next;
 - a reader on the sender's machine needs nothing sent: it finds the sender's token in the folder;
 - a source may give less than it is asked for: the rest is asked for, too;
+- a blob of slices reads and writes these bytes of its file alone (tests/unit/test_slices.py);
 - of one blob `WRITES` parts at most are written side by side, and a window at most is asked for or written;
   when a fetch has ended, however it did, nothing of it is written any more;
 - no wait for an answer is longer than the source's patience.
@@ -30,6 +31,7 @@ from isal import isal_zlib
 from seer.common import wire
 from seer.common.errors import SeerError
 from seer.common.process.threads import until_ended
+from seer.common.slices import Slices
 
 FILE = "model.safetensors"
 """A blob's file in its folder; who can read that folder may read it there."""
@@ -57,6 +59,8 @@ POLL_SECONDS = 0.05
 
 Question = wire.OpenSpool | wire.ReadSpool
 Answer = wire.SpoolState | wire.SpoolData
+Runs = Sequence[tuple[int, int]]
+"""Places in a file, and how many bytes each; together they have as many as a part."""
 Reply = Callable[[bytes, Answer], Awaitable[None]]
 """Sends an answer to a peer's address; the answer is lost if the peer does not read."""
 
@@ -88,26 +92,28 @@ def is_whole(part: wire.SpoolData) -> bool:
     return checksum(part.data) == part.checksum
 
 
-def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0) -> None:
-    """Write into a file from `offset` on; `flags`: of `os.open`, beside those for writing.
+def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0, runs: Runs = ()) -> None:
+    """Write into a file from `offset` on, or in `runs`; `flags`: of `os.open`, beside those for writing.
 
     Opens the file for each part, so that whoever removes a blob has nothing to close.
     """
     opened = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, FILE_MODE)
     try:
         left = data.data
-        while left:
-            written = os.pwrite(opened, left, offset)
-            left, offset = left[written:], offset + written
+        for at, length in runs or [(offset, len(data))]:
+            end = at + length
+            while at < end:
+                written = os.pwrite(opened, left[: end - at], at)
+                left, at = left[written:], at + written
     finally:
         os.close(opened)
 
 
-def read_at(file: Path, offset: int, length: int) -> wire.Bytes:
-    """Return `length` bytes of a file from `offset` on."""
+def read_at(file: Path, offset: int, length: int, runs: Runs = ()) -> wire.Bytes:
+    """Return `length` bytes of a file from `offset` on, or those in `runs`."""
     opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = os.pread(opened, length, offset)
+        data = b"".join([os.pread(opened, size, at) for at, size in runs or [(offset, length)]])
     finally:
         os.close(opened)
     if len(data) < length:
@@ -130,12 +136,16 @@ class Blob:
     """A file of `size` bytes in `folder` that comes in parts, in any order, and is read meanwhile.
 
     `token` is in the blob's notes: by it readers on this machine know the folder; empty: no reader uses the
-    folder. The first `have` bytes are there without gaps.
+    folder. The first `have` bytes are there without gaps. With `slices`, it is that part of a larger file,
+    which has holes where the part was fetched.
     """
 
-    def __init__(self, name: str, size: int, folder: Path, token: str = "", have: int = 0) -> None:
+    def __init__(
+        self, name: str, size: int, folder: Path, token: str = "", have: int = 0, slices: Slices | None = None
+    ) -> None:
         self.name, self.size, self.folder, self.token, self.have = name, size, folder, token, have
         self.file, self.part_bytes = folder / FILE, part_bytes(size)
+        self.slices = slices
         self._ahead: dict[int, int] = {}  # lengths of the parts behind a gap, by their offsets
         self._end = ""
         self._changed = asyncio.Event()
@@ -162,6 +172,8 @@ class Blob:
             if self.size > (free := shutil.disk_usage(self.folder).free):
                 raise ValueError(f"{self.size} bytes do not fit into {self.folder} ({free} free): {fix}")
         os.close(os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+        if self.slices is not None:
+            os.truncate(self.file, self.slices.whole)
         self.note(whole=False)
 
     def note(self, *, whole: bool) -> None:
@@ -179,7 +191,7 @@ class Blob:
 
     def put(self, part: wire.SpoolData) -> None:
         """Write a part into the file. Blocks."""
-        write_at(self.file, part.offset, part.data)
+        write_at(self.file, part.offset, part.data, 0, self._runs(part.offset, len(part.data)))
 
     def store(self, part: wire.SpoolData) -> bool:
         """Write a part into the file unless it is damaged; return whether it was written. Blocks."""
@@ -189,8 +201,11 @@ class Blob:
 
     def read(self, offset: int, length: int) -> wire.SpoolData:
         """Return a part that is there. Blocks; raises `OSError`."""
-        data = read_at(self.file, offset, length)
+        data = read_at(self.file, offset, length, self._runs(offset, length))
         return wire.SpoolData(name=self.name, offset=offset, checksum=checksum(data), data=data)
+
+    def _runs(self, offset: int, length: int) -> Runs:
+        return () if self.slices is None else self.slices.runs(offset, length)
 
     async def write(self, part: wire.SpoolData) -> bool:
         """Store a part unless it is damaged, or too long; return whether that was done. Raises `OSError`.
