@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from seer.common.slices import MAX_SLICES, Slice
 from seer.common.wire.base import Folder, Goodbye, Hello, Message, Refused, ShortStr, Welcome
 from seer.common.wire.engines import Ping
 from seer.common.wire.weights import CallId, DiscardWeights, OpenSpool, ReadSpool, SpoolData, SpoolState
@@ -37,13 +38,16 @@ class CheckWeights(Message, tag=True):
     """Read weights that must have this digest; answered by `WeightsChecked`.
 
     A stream is read from the leader. Without a `source` they are the model that the node was started with.
-    `read` false: only tell the present stamps of what was read last.
+    `read` false: only tell the present stamps of what was read last. With `slices`, the source is a stream of
+    these alone, of a file of `whole` bytes (`common/slices.py`); the `digest` is that of their bytes.
     """
 
     call_id: CallId
     source: Folder
     digest: ShortStr = ""
     read: bool = True
+    slices: Annotated[list[Slice], msgspec.Meta(max_length=MAX_SLICES)] = []
+    whole: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class WeightsChecked(Message, tag=True):

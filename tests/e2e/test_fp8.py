@@ -16,6 +16,7 @@ from seer.common.config import load
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.common.vllm_settings import VllmSettings
+from seer.common.weights.safetensors import stored
 from seer.local.system import LocalSystem
 from seer.services.engine.vllm import cpu_fp8
 from seer.services.engine.weights.manifest import differences, read_manifest
@@ -71,6 +72,20 @@ def test_updates_bring_their_scales(kind: str, tmp_path: Path, any_fp8: None) ->
     old = quantize(written(tmp_path / "old"), kind)
     new = quantize(written(tmp_path / "new", 1.1), kind)
     check_updates(old, new)
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor", "block"])
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_what_such_a_load_reads_is_proved(kind: str, quantizes: bool, tmp_path: Path, any_fp8: None) -> None:
+    """By loads that are equal, bit for bit: nodes copy no more of a stream then."""
+    model = written(tmp_path / "model")
+    folder = model if quantizes else quantize(model, kind)
+    settings = {"vllm": VllmSettings(quantization=f"fp8_per_{kind}")} if quantizes else {}
+    with engine_of(folder, kv_blocks=40, **settings) as backend:
+        worker = backend.core.engine_core.model_executor.driver_worker.worker
+        found = worker.seer_prove_reads([str(folder)])
+    assert not isinstance(found, str), found
+    assert found.slices == {each.name: [(0, each.size, 0, 1)] for each in stored(folder)}
 
 
 def test_scales_of_another_float_type_are_taken(tmp_path: Path, any_fp8: None) -> None:

@@ -1,6 +1,7 @@
 """One real engine whose two ranks are on two nodes, network namespaces of this machine, over Gloo."""
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,9 +62,24 @@ async def test_ranks_on_two_nodes_draw_what_one_draws_and_end_together(pair: Sha
         assert await roll(client) == expected[1.0]
         await client.update_weights(1, tensors(1.02))  # a stream: the other node has it from the leader
         assert await roll(client) == expected[1.02]
+        assert shares(system) == []  # it had all of it
+        await client.update_weights(2, tensors(1.0))
+        ((read, of),) = shares(system)
+        assert of - read == unread()
+        assert read < 0.52 * of
+        assert await roll(client) == expected[1.0]
         ranks = ranks_of(system)
         assert len(ranks) == 2
         rolling = asyncio.create_task(roll(client, 1, n=64))  # takes many times as long as is waited for
+        await until_generated(client, 100)
+        await client.update_weights(3, tensors(1.02), in_flight="abort")  # laid out beside steps
+        assert shares(system) == [(read, of)] * 2
+        assert await roll(client) == expected[1.02]
+        await asyncio.gather(rolling, return_exceptions=True)
+        await client.update_weights(4, tensors(1.0))
+        assert shares(system) == [(read, of)] * 3
+        assert await roll(client) == expected[1.0]
+        rolling = asyncio.create_task(roll(client, 1, n=64))
         await until_generated(client, 100)
         system.signal("other", signal.SIGKILL)
         assert await system.ended("leader", 60) in (2, 70)  # a collective broke, or the connection was missed
@@ -71,6 +87,23 @@ async def test_ranks_on_two_nodes_draw_what_one_draws_and_end_together(pair: Sha
         assert not rolling.done()  # it waits for an engine
         rolling.cancel()
         await asyncio.gather(rolling, return_exceptions=True)
+
+
+def shares(system: NodeSystem) -> list[tuple[int, int]]:
+    """Return what the other node read of streams of which it did not read all: bytes, and of how many."""
+    lines = re.findall(r"share of new weights.*?bytes=(\d+) of=(\d+)", system.log("other"))
+    return [(int(read), int(of)) for read, of in lines]
+
+
+def unread() -> int:
+    """Return the bytes of the model that the second of two ranks does not need."""
+    found = 0
+    for name, tensor in tensors().items():
+        if "embed" in name or "lm_head" in name:
+            found += tensor[2:].nbytes  # vLLM gives each rank a multiple of 64 tokens: there are 66
+        elif tensor.ndim == 2:
+            found += tensor.nbytes // 2  # rows or columns; norms are read whole
+    return found
 
 
 @asynccontextmanager

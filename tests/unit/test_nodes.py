@@ -1,6 +1,8 @@
 """One engine on several nodes: a leader and its followers, in virtual time, with ranks that only take notes."""
 
 import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,15 +13,17 @@ from virtual_nodes import ENGINE, buffer_alone, running, said
 from virtual_time import VIRTUAL, eventually
 
 from seer.common import wire
-from seer.common.blobs import Blob
+from seer.common.blobs import FILE, Blob
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DraftsConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineBroken, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.identity import Identity
+from seer.common.weights import safetensors
 from seer.services.engine.nodes import same_settings
 from seer.services.engine.nodes.leader import SILENT_SECONDS, UNCONNECTED_SECONDS
 from seer.services.engine.nodes.same_settings import check_nodes, difference
+from seer.services.engine.nodes.shares import RankReads, layout_of
 from seer.services.engine.weights.manifest import read_manifest
 
 pytestmark = VIRTUAL
@@ -291,6 +295,219 @@ async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatc
         copied = other.service._fetcher._copy.folder
         await system.buffer.send(wire.DiscardWeights(version=2, call_id=2))
         await eventually(lambda: not copied.exists())
+
+
+SHAPE = (2500, 1000)
+COLUMNS = (2000, 2000, 4000, 2500)
+"""The second half of each row of `SHAPE`, in bytes: what rank 1 reads of `w`."""
+
+
+@asynccontextmanager
+async def with_shares(tmp_path, monkeypatch, followers=1):
+    """Yield a system whose rank 1 is known to read `COLUMNS`, and a new model that the leader has as a stream."""
+    model, new = folder(tmp_path / "model", 1.0, SHAPE), folder(tmp_path / "new", 2.0, SHAPE)
+    async with running(model, followers) as (system, first, _):
+
+        async def there(source, holders=(), spare=()):
+            return new
+
+        monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
+        layout = layout_of(safetensors.stored(new))
+        reads = [RankReads(0, layout, {"w": [(0, 2000, 4000, 2500)]}), RankReads(1, layout, {"w": [COLUMNS]})]
+        system.backend.meeting.reads = reads
+        yield system, first, new
+
+
+def sent_by(first, monkeypatch, drop=lambda message: False):
+    """Return the bytes that a leader sends from now on, of parts by name; drop what a test says."""
+    hub, sent = first.service._nodes._hub, Counter()
+    reply = hub.reply
+
+    async def counted(address, message):
+        if isinstance(message, wire.SpoolData):
+            sent[message.name] += len(message.data)
+        if not drop(message):
+            await reply(address, message)
+
+    monkeypatch.setattr(hub, "reply", counted)
+    return sent
+
+
+async def test_a_node_reads_the_slices_that_its_ranks_use_and_no_more(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, first, new):
+        whole, lost, damaged, kept = (new / "model.safetensors").read_bytes(), [], [], []
+
+        def drop(message):
+            kind = type(message).__name__
+            if kind in ("SpoolData", "CheckWeights") and lost.count(kind) < 2:
+                lost.append(kind)
+                return True
+            if kind == "SpoolData" and len(damaged) < 2:
+                damaged.append(message.offset)
+                message.checksum += 1
+            return False
+
+        sent = sent_by(first, monkeypatch, drop)
+        system.backend.meanwhile = lambda: kept.append(
+            (Path(system.backend.loaded[-1][1]) / FILE).read_bytes()
+        )
+        prepared, loaded = await update(system, 1, "spool:x")
+        assert (prepared.problem, loaded.problem) == ("", "")
+        assert sorted(lost) == ["CheckWeights"] * 2 + ["SpoolData"] * 2
+        assert len(damaged) == 2
+        (name,) = sent
+        header = len(whole) - 2500 * 4000
+        assert sent[name] > header + 2500 * 2000
+        (holed,) = kept
+        assert len(holed) == len(whole)
+        assert holed[:header] == whole[:header]
+        for row in range(header, len(whole), 4000):
+            assert holed[row : row + 4000] == bytes(2000) + whole[row + 2000 : row + 4000]
+        assert not await asyncio.to_thread(Path(system.backend.loaded[-1][1]).exists)
+        system.backend.meanwhile = lambda: None
+        sent.clear()
+        _, loaded = await update(system, 2, "spool:y")  # nothing is lost: each byte is sent once
+        assert loaded.problem == ""
+        assert list(sent.values()) == [header + 2500 * 2000]
+
+
+async def test_nodes_have_shares_of_their_own_or_all(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch, followers=3) as (system, first, new):
+        sent, whole, kept = sent_by(first, monkeypatch), (new / FILE).read_bytes(), []
+        rows, layout = (4000, 40_000, 0, 1), system.backend.meeting.reads[0].layout
+        system.backend.meeting.reads += [
+            RankReads(2, layout, {"w": [rows]}),
+            RankReads(
+                2, layout, {"w": [(0, 8000, 0, 1)]}
+            ),  # of which a part is the other's, too: it comes once
+            RankReads(3, layout, {"w": [(0, 10**7, 0, 1)]}),
+        ]
+        system.backend.meanwhile = lambda: kept.extend(
+            (Path(each) / FILE).read_bytes() for each in system.backend.loaded[-1][1:]
+        )
+        assert (await update(system, 1, "spool:x"))[1].problem == ""
+        header = len(whole) - 2500 * 4000
+        assert sorted(sent.values()) == [header + 44_000, header + 2500 * 2000, len(whole)]
+        assert kept[0][header : header + 8000] == (bytes(2000) + whole[-2000:]) * 2
+        assert kept[1] == whole[: header + 44_000] + bytes(len(whole) - header - 44_000)
+        assert kept[2] == whole
+
+
+async def test_a_share_of_which_a_part_came_before_the_update_was_cancelled_is_of_no_use(
+    tmp_path, monkeypatch
+):
+    async with with_shares(tmp_path, monkeypatch) as (system, first, new):
+        late, whole, kept = [], (new / FILE).read_bytes(), []
+
+        def drop(message):
+            if isinstance(message, wire.SpoolData) and not late and message.offset:
+                late.append(message)
+            return isinstance(message, wire.SpoolData) and message in late
+
+        sent = sent_by(first, monkeypatch, drop)
+        await system.buffer.send(wire.PrepareWeights(version=1, source="spool:x", call_id=1))
+        await eventually(lambda: late != [])
+        await system.buffer.send(wire.DiscardWeights(version=1, call_id=1))
+        halves = [(0, 2000, 4000, 2500)]
+        system.backend.meeting.reads[1].slices["w"] = halves  # as of a load since
+        system.backend.meanwhile = lambda: kept.append(
+            (Path(system.backend.loaded[-1][1]) / FILE).read_bytes()
+        )
+        loading = asyncio.create_task(update(system, 2, "spool:x"))
+        await eventually(lambda: len(sent) == 2)
+        hub = first.service._nodes._hub
+        await hub.reply(next(iter(first.service._nodes._nodes.values())).address, late.pop())
+        assert (await loading)[1].problem == ""
+        header = len(whole) - 2500 * 4000
+        for row in range(header, len(whole), 4000):
+            assert kept[0][row : row + 4000] == whole[row : row + 2000] + bytes(2000)
+
+
+async def test_slices_that_are_not_the_leaders_are_refused_by_name(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, *_):
+        put = Blob.put
+
+        def flipped(blob, part):
+            data = part.data.copy()
+            data[-1] ^= 1
+            put(blob, wire.SpoolData(name=part.name, offset=part.offset, checksum=0, data=data))
+
+        monkeypatch.setattr(Blob, "put", flipped)
+        prepared, loaded = await update(system, 1, "spool:x")
+        assert "node 1 of this engine: its share has digest blake3-" in prepared.problem
+        assert loaded.problem
+        assert system.backend.loaded == []
+        monkeypatch.setattr(Blob, "put", put)
+        assert (await update(system, 2, "spool:x"))[1].problem == ""
+
+
+async def test_a_stream_of_other_shapes_is_read_whole_and_so_is_one_of_unknown_reads(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, first, new):
+        size, reads = (new / FILE).stat().st_size, system.backend.meeting.reads
+        other_layout = [RankReads(each.node, "other", each.slices) for each in reads]
+        for version, known in enumerate(([], other_layout, [reads[0], other_layout[1]]), 1):
+            sent, system.backend.meeting.reads = sent_by(first, monkeypatch), known
+            prepared, loaded = await update(system, version, f"spool:{version}")
+            assert (prepared.problem, loaded.problem) == ("", "")
+            assert sent == {str(version): size}
+            assert system.backend.digests[-1] == prepared.digest
+            assert system.backend.meeting.prove  # so the load finds out
+        system.backend.meeting.reads = reads
+        await update(system, 4, "spool:4")
+        assert not system.backend.meeting.prove
+        system.backend.meeting.reads, sent = None, sent_by(first, monkeypatch)  # as after a proof that failed
+        await update(system, 5, "spool:5")
+        assert sent == {"5": size}
+        assert not system.backend.meeting.prove
+
+
+async def test_slices_are_never_taken_for_the_whole(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, first, new):
+        sent = sent_by(first, monkeypatch, lambda message: isinstance(message, wire.DiscardWeights))
+        await update(system, 1, "spool:x")
+        assert len(sent) == 1
+        system.backend.meeting.reads = []  # the next question about the same stream is about all of it
+        prepared, loaded = await update(system, 2, "spool:x")
+        assert (prepared.problem, loaded.problem) == ("", "")
+        assert sent["x"] == (new / FILE).stat().st_size
+        assert system.backend.digests[-1] == prepared.digest
+
+
+async def test_adapters_and_plans_are_read_whole(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (_, first, new):
+        leader, asked = first.service._nodes, []
+
+        async def ask(_, questions):
+            asked.extend(questions.values())
+            return []
+
+        monkeypatch.setattr(leader, "_ask", ask)
+        for source in ("spool:x", "lora::spool:x", "lora:blake3-1:spool:x", "inplace:spool:x", str(new)):
+            leader._meeting.prove = True
+            await leader.check(source, "", new)
+            assert not leader._meeting.prove
+        assert [bool(each.slices) for each in asked] == [True, False, False, False, False]
+
+
+async def test_a_node_whose_slices_change_before_they_are_loaded_makes_no_weights(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, *_):
+
+        def write():
+            (Path(system.backend.loaded[-1][1]) / FILE).write_bytes(b"x")
+
+        system.backend.meanwhile = write
+        _, loaded = await update(system, 1, "spool:x")
+        assert "changed while it was loaded" in loaded.problem
+
+
+async def test_slices_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch):
+    async with with_shares(tmp_path, monkeypatch) as (system, *_):
+        system.backend.meeting.reads[1].slices["w"] = [(0, 10**9, 0, 1), (4, 1, 10**9, 2)]
+        prepared, _ = await update(system, 1, "spool:x")
+        assert prepared.problem == ""  # more than the tensor has: all of it
+        system.backend.meeting.reads[1].slices["w"] = [(4, 1, 10**9, 2)]
+        prepared, _ = await update(system, 2, "spool:x")
+        assert "cannot be read: has no 2 runs of 1 bytes" in prepared.problem
 
 
 async def test_messages_that_are_lost_are_sent_again(tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ Invariants (tests/unit/test_nodes.py):
 - a node that hears nothing of its leader for `SILENT_SECONDS`, or hears another incarnation of it, ends with
   its ranks; so does one of which a rank has ended;
 - told to stop, it tells the leader, which hands back its chunks first;
-- it reads the weights that the leader names, a stream from the leader itself, and answers each question when
-  it is through; a later question ends an earlier one.
+- it reads the weights that the leader names, a stream, or one of slices, from the leader itself, and answers
+  each question when it is through; a later question ends an earlier one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seer.common import ids, wire
+from seer.common.blobs import FILE
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import EngineBroken, EngineError, Unreachable
@@ -27,11 +28,14 @@ from seer.common.net.identity import Identity
 from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.slices import Slices
 from seer.common.weights.digest import tag_of
+from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import end_process
 from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS, unless_over
 from seer.services.engine.nodes.same_settings import meeting, settings_of
-from seer.services.engine.weights.checker import WeightChecker
+from seer.services.engine.nodes.shares import digest_of_slices
+from seer.services.engine.weights.checker import CheckedWeights, WeightChecker
 from seer.services.engine.weights.fetcher import WeightFetcher
 
 if TYPE_CHECKING:
@@ -224,10 +228,22 @@ class Follower:
 
     async def _read(self, question: wire.CheckWeights) -> Path:
         checker = self._checker
+        if question.slices:
+            return await self._read_slices(question)
         if checker.model is None and self._config.shared.model:
             checker.tag = tag_of(question.digest)
             await checker.start(Path(self._config.shared.model), self._config.drafts.head)
         return await checker.checked_folder(question.source, question.digest)
+
+    async def _read_slices(self, question: wire.CheckWeights) -> Path:
+        source, slices = question.source, Slices(question.slices, question.whole)
+        _log.info("this node's share of new weights", source=source, bytes=slices.size, of=slices.whole)
+        folder = await self._fetcher.folder(source, slices=slices)
+        before = await asyncio.to_thread(stamps, folder)
+        if (found := await digest_of_slices(folder / FILE, slices)) != question.digest:
+            raise EngineError(f"its share has digest {found}, not {question.digest}: send it again")
+        self._checker.checked = CheckedWeights(source, found, before)
+        return folder
 
     async def _present(self, question: wire.CheckWeights) -> Path:
         """Return the folder of what was read last, or none: it was something else."""

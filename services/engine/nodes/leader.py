@@ -5,7 +5,8 @@ Invariants (tests/unit/test_nodes.py):
 - once ranks have started, a node that leaves, breaks or is silent for `SILENT_SECONDS` ends the engine: its
   other ranks wait for that node's, and may never return;
 - a question that was lost is asked again; weights that a node does not answer for in time are refused;
-- other nodes read the streams that this node has, whole and checked, and no other file.
+- other nodes read the streams that this node has, whole and checked, and no other file: only slices of them,
+  once it is known what their ranks read, and only if those have this node's bytes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+from msgspec import structs
 
 from seer.common import wire
 from seer.common.blobs import FILE, Blob, Readers
@@ -31,6 +33,7 @@ from seer.common.process.log import get_logger
 from seer.common.weights.lora import inner_source
 from seer.common.wire.codec import encode
 from seer.services.engine.nodes.same_settings import Meeting, difference, settings_of
+from seer.services.engine.nodes.shares import RankReads, digest_of_slices, shares
 
 PING_SECONDS = 1.0
 
@@ -79,7 +82,8 @@ class Leader:
         self._nodes: dict[int, _Node] = {}
         self._all_joined = asyncio.Event()
         self._call_ids = itertools.count(1)
-        self._stream: Blob | None = None
+        self._streams: dict[str, Blob] = {}
+        self._asked: dict[int, wire.CheckWeights] = {}  # by the nodes' ranks, what was answered
         self._readers = Readers(self._find, MAX_READS)
 
     async def start(self, transport: Transport, leave: Callable[[], None], lost: Callable[[], None]) -> None:
@@ -138,28 +142,63 @@ class Leader:
 
         Raises `InvalidField` unless all have weights of this digest.
         """
-        self._stream = await asyncio.to_thread(_stream_of, source, folder)
-        answers = await self._ask(source, digest, read=True)
+        stream = await asyncio.to_thread(_stream_of, source, folder)
+        question = wire.CheckWeights(call_id=next(self._call_ids), source=source, digest=digest)
+        questions = dict.fromkeys(sorted(self._nodes), question)
+        self._streams, self._meeting.prove = {}, False
+        if stream is not None:
+            self._streams[stream.name] = stream
+            if inner_source(source) == source and self._meeting.reads is not None:  # no adapter, and no plan
+                questions |= await self._about_shares(question, stream, self._meeting.reads)
+        answers = await self._ask(source, questions)
+        self._asked = questions
         self._meeting.folders = [answer.folder for answer in answers]
         return tuple(answer.stamps for answer in answers)
 
     async def stamps(self, source: str) -> tuple[str, ...]:
         """Return the present stamps of what each node has checked. Raises `InvalidField`."""
-        return tuple(answer.stamps for answer in await self._ask(source, "", read=False))
+        call_id = next(self._call_ids)
+        questions = {
+            rank: wire.CheckWeights(call_id=call_id, source=asked.source, read=False)
+            for rank, asked in self._asked.items()
+        }
+        return tuple(answer.stamps for answer in await self._ask(source, questions))
 
     async def discard(self) -> None:
         """Have each node delete what it copied."""
-        self._stream = None
+        self._streams = {}
         for node in self._nodes.values():
             await self._hub.reply(node.address, wire.DiscardWeights(version=0, call_id=0))
 
-    async def _ask(self, source: str, digest: str, *, read: bool) -> list[wire.WeightsChecked]:
-        """Return the answers, by the nodes' ranks. Raises `InvalidField`."""
-        call_id = next(self._call_ids)
-        question = wire.CheckWeights(call_id=call_id, source=source, digest=digest, read=read)
-        asked = [self._ask_node(self._nodes[rank], question) for rank in sorted(self._nodes)]
+    async def _about_shares(
+        self, question: wire.CheckWeights, stream: Blob, reads: Sequence[RankReads]
+    ) -> dict[int, wire.CheckWeights]:
+        """Return questions about the slices of a stream that nodes need, if that is known.
+
+        Raises `InvalidField`.
+        """
+        questions = {}
+        try:
+            known = await asyncio.to_thread(shares, reads, stream.file, sorted(self._nodes))
+            for rank, part in (known or {}).items():
+                name = f"part-{question.call_id}-{rank}"  # so no late answer is taken for one of another part
+                self._streams[name] = Blob(name, part.size, stream.folder, have=part.size, slices=part)
+                questions[rank] = structs.replace(
+                    question, source=wire.SPOOL_SCHEME + name, slices=part.slices, whole=part.whole,
+                    digest=await digest_of_slices(stream.file, part),
+                )  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise InvalidField("source", question.source, f"cannot be read: {error}") from error
+        self._meeting.prove = known is None
+        return questions
+
+    async def _ask(
+        self, source: str, questions: Mapping[int, wire.CheckWeights]
+    ) -> list[wire.WeightsChecked]:
+        """Return the answers to questions by the nodes' ranks. Raises `InvalidField`."""
+        asked = [self._ask_node(self._nodes[rank], question) for rank, question in questions.items()]
         answers = await asyncio.gather(*asked)
-        for rank, answer in zip(sorted(self._nodes), answers, strict=True):
+        for rank, answer in zip(questions, answers, strict=True):
             if answer.problem:
                 raise InvalidField("source", source, f"node {rank} of this engine: {answer.problem}")
         return list(answers)
@@ -275,9 +314,7 @@ class Leader:
         raise EngineBroken(problem)
 
     def _find(self, name: str) -> Blob | str:
-        if self._stream is not None and self._stream.name == name:
-            return self._stream
-        return "the leader has no copy of it any more"
+        return self._streams.get(name, "the leader has no copy of it any more")
 
 
 def _stream_of(source: str, folder: Path) -> Blob | None:

@@ -17,6 +17,7 @@ from seer.common.config import Config, EngineConfig
 from seer.common.errors import ConfigError
 from seer.common.process.devices import visible_devices
 from seer.common.weights.mooncake import own_address
+from seer.services.engine.nodes.shares import RankReads
 
 OF_ONE_NODE = frozenset(
     {"name", "node_rank", "cpu_cores", "leave_notice", "weights_root", "weights_endpoint"}
@@ -34,13 +35,16 @@ class Meeting:
     """Where the ranks of several nodes meet, and where each of the other nodes has the checked weights.
 
     `own`: this node's address for the others; `host`, `port`: those of rank 0's store, known once all have
-    joined. `folders`: of the nodes from 1 on.
+    joined. `folders`: of the nodes from 1 on. `reads`: what each rank reads of weights; empty: not known;
+    None: that cannot be known. `prove`: the load of what was checked last is to find it out.
     """
 
     own: str
     host: str = ""
     port: int = 0
     folders: list[str] = field(default_factory=list)
+    reads: list[RankReads] | None = field(default_factory=list)
+    prove: bool = False
 
 
 def check_nodes(engine: EngineConfig) -> None:

@@ -139,7 +139,7 @@ class VllmBackend:
         from seer.services.engine.vllm import self_test
 
         client = loading.load(self._config, self._shared, self._pool, self._drafts, self._meeting)
-        self.core = CoreHandle(client, self._config.load_seconds)
+        self.core = CoreHandle(client, self._config.load_seconds, self._meeting)
         self.probe = Probe(self, self.core)
         try:
             self.core.describe(self._shared, self._drafts, model)

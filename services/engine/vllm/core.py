@@ -25,6 +25,7 @@ from seer.common.process.log import get_logger
 from seer.common.process.memory_limit import free_bytes
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
+from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
@@ -62,9 +63,9 @@ class CoreHandle:
     prompts can be made up of them. `kv` and `encoder` are the accounts of KV blocks and of images.
     """
 
-    def __init__(self, client: InprocClient, rpc_seconds: float) -> None:
+    def __init__(self, client: InprocClient, rpc_seconds: float, meeting: Meeting | None = None) -> None:
         self._client: InprocClient | None = client
-        self._rpc_seconds = rpc_seconds
+        self._rpc_seconds, self._meeting = rpc_seconds, meeting or Meeting("")
         self.scratch: list[int] = []
         self.held_length: int | None = None
         self._length_now = self._length_next = (
@@ -312,7 +313,8 @@ class CoreHandle:
     def lay_out_weights(self, folders: Sequence[str] | None, digest: str) -> None:
         """See `Backend.lay_out_weights`; on CPUs, for which this was measured and proved."""
         self._forget_laid_out()
-        if folders is None or self.engine_core.vllm_config.device_config.device_type != "cpu":
+        device = self.engine_core.vllm_config.device_config.device_type
+        if folders is None or device != "cpu" or self._meeting.prove:
             return
         size = sum(each.stat().st_size for each in Path(folders[0]).glob("*.safetensors"))
         if free_bytes() < LAID_OUT_ROOM * size:
@@ -353,10 +355,24 @@ class CoreHandle:
                 self.rpc("seer_use_laid_out")
             else:
                 self._forget_laid_out()
-                self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
+                if adapter:
+                    self.rpc("seer_load_adapter", folders=folders)
+                elif not (self._meeting.prove and self._prove(folders)):
+                    self.rpc("seer_load_weights", folders=folders)
         except Exception as error:
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self._loaded()
+
+    def _prove(self, folders: Sequence[str]) -> bool:
+        """Load weights, and find out what each rank reads of them; return whether both was done.
+
+        This has the deadline of one load.
+        """
+        found = self.rpc("seer_prove_reads", folders=folders)
+        if problems := [each for each in found if isinstance(each, str)]:
+            _log.warning("every node copies all of each stream of weights from now on", why=problems)
+        self._meeting.reads, self._meeting.prove = None if problems else found, False
+        return not problems
 
     def receive_weights(self, folders: Sequence[str], engine: str) -> None:
         """Load weights in place, by the plan in each node's folder, as the engine of this name.

@@ -28,6 +28,7 @@ from seer.common.process.threads import end_with_parent
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.backend import Routes
+from seer.services.engine.nodes.shares import RankReads
 from seer.services.engine.vllm import cpu_kernels, decode_graphs
 from seer.services.engine.vllm.cpu_experts import divide_experts, exchange_tokens
 from seer.services.engine.vllm.cpu_kernels import FreshBlocks
@@ -42,6 +43,7 @@ from seer.services.engine.vllm.expert_routes import ExpertRoutes
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.laid_out import LayOutThread
 from seer.services.engine.vllm.merging import Adapter
+from seer.services.engine.vllm.read_slices import proven
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
@@ -215,14 +217,29 @@ class SeerWorker:
 
     def seer_load_weights(self, folders: list[str]) -> None:
         """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
-        folder = self._own(folders)
-        self._reload(weights_path=folder)
-        self._load_head(heads_in(Path(folder), self.vllm_config))
+        folder = Path(self._own(folders))
+        self._reload(self._weights_in(folder))
+        self._load_head(heads_in(folder, self.vllm_config))
 
-    def _reload(self, **given: object) -> None:
+    def seer_prove_reads(self, folders: list[str]) -> RankReads | str:
+        """Do as `seer_load_weights`, and return what that reads; or why nobody knows: see `proven`."""
+        folder, model = Path(self._own(folders)), self.model_runner.get_model()
+        found = proven(self._reload, lambda: self._weights_in(folder), folder, model, self.vllm_config)
+        self._load_head(heads_in(folder, self.vllm_config))
+        return found
+
+    def _weights_in(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return a folder's tensors as vLLM's loader yields them."""
+        config, model = self.vllm_config.model_config, self.model_runner.get_model()
+        config.model, config.model_weights, config.revision = str(folder), "", None
+        loader = get_model_loader(self.vllm_config.load_config)
+        tensors: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(config, model)
+        return tensors
+
+    def _reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self.seer_laid_out is not None:
             self.seer_laid_out.end(wait=True)  # two loads at once would mix their notes
-        reloading(self.reload_weights, **given)
+        reloading(self.reload_weights, weights_iterator=weights)
 
     def _load_head(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load an update's tensors of the head, if there is a head."""
@@ -231,12 +248,8 @@ class SeerWorker:
 
     def seer_load_adapter(self, folders: list[str]) -> None:
         """Load the model of the start, with the adapter in its node's folder merged into it."""
-        config, base = self.vllm_config.model_config, self.seer_base
-        config.model, config.model_weights, config.revision = base, "", None
-        loader = get_model_loader(self.vllm_config.load_config)
-        weights = loader.get_all_weights(config, self.model_runner.get_model())
-        merged = Adapter(Path(self._own(folders)), Path(base)).merged(weights)
-        self._reload(weights_iterator=merged)
+        base = Path(self.seer_base)
+        self._reload(Adapter(Path(self._own(folders)), base).merged(self._weights_in(base)))
         self._load_head(iter(()))
 
     def seer_head_behind(self) -> int:
@@ -256,8 +269,7 @@ class SeerWorker:
             return str(error)
         try:
             heads: dict[str, torch.Tensor] = {}
-            tensors = kept_heads(receiver.tensors(), heads, self.vllm_config)
-            self._reload(weights_iterator=tensors)
+            self._reload(kept_heads(receiver.tensors(), heads, self.vllm_config))
             self._load_head(iter(heads.items()))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned

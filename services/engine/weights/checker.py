@@ -5,7 +5,8 @@ Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
 - files that changed since they were checked are read again before they are loaded, on every node;
 - bytes that came from other engines, or of a delta, and have a wrong digest are fetched again: from the
   buffer or, if it lacks them, from engines that sent none of them;
-- all nodes of an engine have weights of the same digest, or they are refused;
+- all nodes of an engine have weights of the same digest, or slices of them with the leader's bytes, or they
+  are refused;
 - a digest that is named is computed by its own tag, another one by that of the live weights' digest;
 - tensors that a delta leaves as they are were hashed, and found finite, when its base was checked: they are
   not read again.

@@ -28,6 +28,7 @@ from seer.common.blobs import FILE, Answer, OneOfSeveral, Question, Source, fetc
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.log import get_logger
 from seer.common.process.threads import until_ended
+from seer.common.slices import Slices
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.weights.delta import changed as delta_changes
 from seer.common.weights.in_place import is_in_place
@@ -66,6 +67,7 @@ class WeightFetcher:
         self._buffers: list[Buffer] = []
         """Those that are asked at present, for a stream and for a delta."""
         self._whole = True
+        self._slices: Slices | None = None
         self._copy: Copy | None = None
         self._copied = ""
         self._keep = False
@@ -134,13 +136,20 @@ class WeightFetcher:
         for buffer in self._buffers:
             buffer.arrived(message)
 
-    async def folder(self, source: str, holders: Sequence[str] = (), spare: Sequence[str] = ()) -> Path:
+    async def folder(
+        self,
+        source: str,
+        holders: Sequence[str] = (),
+        spare: Sequence[str] = (),
+        slices: Slices | None = None,
+    ) -> Path:
         """Return the folder with these weights once all of them are there. Raises `InvalidField`.
 
         `holders`: endpoints of engines to copy a stream from before the buffer is asked; `spare`: those to
-        copy it from if the buffer lacks it.
+        copy it from if the buffer lacks it. `slices`: the stream is of these alone, of a larger file.
         """
-        self._whole = not (is_adapter(source) or is_in_place(source))
+        self._slices = slices
+        self._whole = slices is None and not (is_adapter(source) or is_in_place(source))
         source = inner_source(source)
         scheme = source.partition(":")[0] + ":"
         if scheme != wire.SPOOL_SCHEME and scheme not in SOURCES:
@@ -204,7 +213,7 @@ class WeightFetcher:
     async def _copy_from(self, given: Source, name: str, source: str, endpoints: Sequence[str] = ()) -> Path:
         await self.discard()
         self._check_size(given.size)
-        self._copy = copy = Copy(name, given.size)
+        self._copy = copy = Copy(name, given.size, self._slices)
         try:
             await self._begin(copy)
             sources = self._sources(copy, given, endpoints) if isinstance(given, Buffer) else []

@@ -33,6 +33,7 @@ from seer.common.net.identity import Identity
 from seer.common.net.keys import with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.slices import Slices
 from seer.common.weights.mooncake import own_address
 
 WAIT_SECONDS = 2 * wire.SPOOL_STALL_SECONDS
@@ -64,9 +65,9 @@ class Copy(Blob):
     `senders`: endpoints of other engines that parts may be from, so a wrong digest may be their fault.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, slices: Slices | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
-        super().__init__(name, size, Path(self._temporary.name), secrets.token_hex(16))
+        super().__init__(name, size, Path(self._temporary.name), secrets.token_hex(16), slices=slices)
         self.senders: list[str] = []
 
     def delete(self) -> None:

@@ -76,9 +76,8 @@ def pass_by_heads(kind: type[torch.nn.Module]) -> None:
 
 def kept_heads(tensors: Tensors, heads: dict[str, torch.Tensor], config: VllmConfig) -> Tensors:
     """Return the tensors; copies of the head's, if there is a head, are put into `heads` as they come."""
-    has_head = head_folder(config) is not None
     for name, tensor in tensors:
-        if has_head and _is_heads(name, config):
+        if is_heads(name, config):
             heads[name.removeprefix(PREFIX)] = tensor.clone()
         yield name, tensor
 
@@ -90,12 +89,14 @@ def heads_in(folder: Path, config: VllmConfig) -> Tensors:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
-                if _is_heads(name, config):
+                if is_heads(name, config):
                     yield name.removeprefix(PREFIX), tensors.get_tensor(name)
 
 
-def _is_heads(name: str, config: VllmConfig) -> bool:
+def is_heads(name: str, config: VllmConfig) -> bool:
     """Whether a tensor is the head's that an engine has; tables of its tokens stay as they are."""
+    if head_folder(config) is None:
+        return False
     if config.speculative_config.method == MTP:
         return predicts(name, config.model_config.hf_text_config.num_hidden_layers)
     return name.startswith(PREFIX) and not name.endswith(TABLES)
