@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import safe_open, save_file  # noqa: E402
 
+from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.nodes.same_settings import Meeting  # noqa: E402
 from seer.services.engine.nodes.shares import RankReads, layout_of  # noqa: E402
 from seer.services.engine.vllm import read_slices  # noqa: E402
@@ -343,6 +344,15 @@ def test_once_it_is_not_proved_nodes_read_whole_streams_for_ever(ranks):
     ranks.proofs[1] = "reads what is not seen"
     assert ranks.load() == ["seer_prove_reads", "seer_load_weights"]  # on both ranks
     assert ranks.meeting.reads is None
+
+
+@pytest.mark.parametrize(("known", "then"), [("proofs", []), (None, None)])
+def test_after_a_load_that_failed_the_next_stream_is_read_whole_and_proved_again(ranks, known, then):
+    ranks.meeting.reads = ranks.proofs if known else None
+    ranks.core.rpc = {}.pop
+    with pytest.raises(EngineError, match="could not load"):
+        ranks.core.load_weights([ranks.folder], "")
+    assert ranks.meeting.reads == then
 
 
 def test_a_folder_that_is_no_model_ends_a_load_before_it_begins(tmp_path):

@@ -360,6 +360,8 @@ class CoreHandle:
                 elif not (self._meeting.prove and self._prove(folders)):
                     self.rpc("seer_load_weights", folders=folders)
         except Exception as error:
+            if self._meeting.reads:
+                self._meeting.reads = []  # nodes read the next stream whole, and it is proved again
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self._loaded()
 
