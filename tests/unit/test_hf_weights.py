@@ -18,6 +18,8 @@ from made_up_ranks import MadeUpRanks, on_each
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
+    HrmTextConfig,
+    HrmTextForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -42,6 +44,22 @@ SMALL = {
 
 def qwen(folder: Path, tied: bool = False) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=tied))
+    model.save_pretrained(folder)
+    return model
+
+
+def made(family: str, folder: Path) -> PreTrainedModel:
+    """Make a model of a family, or with fused tensors, in memory (Mixtral) or in its checkpoint (HRM-Text)."""
+    if family == "qwen":
+        return qwen(folder, tied=True)
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
+    elif family == "hrm":
+        small = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+        model = HrmTextForCausalLM(HrmTextConfig(**small, head_dim=8))
+    else:
+        vision_models.make(family, folder)
+        return AutoModelForImageTextToText.from_pretrained(folder)
     model.save_pretrained(folder)
     return model
 
@@ -81,9 +99,9 @@ def test_types_are_the_checkpoints(tmp_path):
     assert_same(checkpoint_tensors(model.float(), model.state_dict(), tmp_path), tmp_path)
 
 
-def test_fused_experts_are_taken_apart(tmp_path):
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
-    model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["mixtral", "hrm"])
+def test_fused_tensors_are_taken_apart_or_put_together(tmp_path, family):
+    model = made(family, tmp_path)
     ours = checkpoint_tensors(model, model.state_dict(), tmp_path)
     assert ours.keys() != model.state_dict().keys()
     assert_same(ours, tmp_path)
@@ -112,9 +130,9 @@ def test_a_folder_that_is_no_plain_checkpoint_is_refused(tmp_path):
 
 
 def copy_of(
-    model: PreTrainedModel, folder: Path, *, tied: bool = False, ranks: MadeUpRanks | None = None
+    model: PreTrainedModel, folder: Path, *, tied: bool = False, ranks: MadeUpRanks | None = None, own=False
 ) -> CheckpointCopy:
-    copy = CheckpointCopy(folder, "trainer.model", tied=tied, ranks=ranks)
+    copy = CheckpointCopy(folder, "trainer.model", tied=tied, model=model if own else None, ranks=ranks)
     for name, tensor in model.state_dict().items():
         copy.add(name, tensor.double())
     return copy
@@ -136,28 +154,36 @@ def test_tensors_that_come_under_names_in_memory_are_those_of_the_checkpoint(tmp
     assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen", *vision_models.FAMILIES])
-def test_ranks_to_which_all_comes_copy_and_send_a_share_each(tmp_path, family):
-    if family == "qwen":
-        model = qwen(tmp_path, tied=True)
-    else:
-        vision_models.make(family, tmp_path)
-        model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("family", ["qwen", "mixtral", "hrm", *vision_models.FAMILIES])
+def test_ranks_to_which_all_comes_copy_and_send_a_share_each(tmp_path, family, own):
+    """`own`: the copy is given the model, as TRL's are."""
+    model = made(family, tmp_path)
+    tied = family == "qwen" and not own
     copies = on_each(
-        MadeUpRanks.all_of(3), lambda rank: copy_of(model, tmp_path, tied=family == "qwen", ranks=rank)
+        MadeUpRanks.all_of(3), lambda rank: copy_of(model, tmp_path, tied=tied, ranks=rank, own=own)
     )
     shards = on_each(copies, CheckpointCopy.source)
     [digest] = set(on_each(shards, lambda each: SentWeights().plan(each.stream, None, each).digest))
     assert digest == read_manifest(tmp_path).digest
-    own = [sum(entry.size for entry in each.stream.own(rank)) for rank, each in enumerate(shards)]
-    assert sum(own) == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
-    assert max(own) < 0.6 * sum(own) or family != "qwen"
+    sent = [sum(entry.size for entry in each.stream.own(rank)) for rank, each in enumerate(shards)]
+    assert sum(sent) == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
+    assert max(sent) < 0.6 * sum(sent) or family == "hrm"  # whose parts wait for each other on one rank
 
     copies[1].add("added.weight", torch.zeros(1))  # to one rank, which has no more names than its share
     assert not any(isinstance(each, Exception) for each in on_each(copies, CheckpointCopy.source))
     copies[0].add("added.weight", torch.zeros(1))
     found = on_each(copies, CheckpointCopy.source)
     assert all("lacks a tensor added.weight" in str(each) for each in found), found
+
+
+def test_what_one_rank_cannot_copy_is_an_error_of_all_once_all_was_handed_out(tmp_path):
+    """A rank that raised at once would leave the others in what hands out the next tensor."""
+    model = qwen(tmp_path)
+    copies = on_each(MadeUpRanks.all_of(2), lambda rank: copy_of(model, tmp_path, ranks=rank))
+    copies[1].add("model.norm.weight", None)
+    found = on_each(copies, CheckpointCopy.source)
+    assert all(re.search("tensors of rank 1.*detach", str(each)) for each in found), found
 
 
 @pytest.mark.parametrize("has", ["none", "another"])
@@ -215,12 +241,6 @@ async def test_a_rank_that_cannot_update_says_so_to_all(tmp_path, monkeypatch, e
     found = await asyncio.gather(*sent, return_exceptions=True)
     why = f"rank 1 cannot update: {error}"
     assert all(isinstance(each, Unreachable) and why in str(each) for each in found), found
-
-
-def test_fused_experts_that_come_one_by_one_are_taken_apart(tmp_path):
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
-    model.save_pretrained(tmp_path)
-    assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
 
 
 def test_tensors_that_only_one_side_has_are_named_at_the_end(tmp_path):

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that data parallelism and `torch.compile` add to names."""
 
+FIX = "give the folder that the engines were started with"
+
 _SENT: dict[str, SentWeights] = {}
 """By endpoint, of which a process has one: what was sent there last. Each update has a client of its own."""
 
@@ -38,45 +41,45 @@ def checkpoint_tensors(
 
     Raises `InvalidField` when the model and the checkpoint in `folder` do not have the same tensors.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    plain = {unwrapped(name): tensor.detach() for name, tensor in state.items()}
-    known = revert_weight_conversion(model, plain)  # e.g. fused experts back to one tensor each
-    types = checkpoint_types(folder)
-    fix = "give the folder that the engines were started with"
-    for name in sorted(types.keys() - known.keys()):
-        raise InvalidField("model", str(folder), f"has a tensor {name}, which the trainer's lacks; {fix}")
-    unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
-    for name in sorted(known.keys() - types.keys() - unsaved):
-        raise InvalidField("model", str(folder), f"lacks a tensor {name}, which the trainer's has; {fix}")
-    tensors = {name: known[name].to(dtype) for name, (dtype, _) in types.items()}
-    # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
-    return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
+    found = CheckpointCopy(folder, "model", model=model)
+    for name, tensor in state.items():
+        found.add(name, tensor)
+    return found.tensors()
 
 
 class CheckpointCopy:
     """A copy in host memory of what a trainer hands out tensor by tensor, with `folder`'s names and types.
 
-    `field` is the trainer's setting that names the folder; `tied`: the embedding is the output layer, too.
-    With `ranks` to which the same is handed out, all make one: each copies and sends its share, and calls
-    `send`; the first one copies all tensors that have other names than in the checkpoint. Raises
+    `field` is the trainer's setting that names the folder. `model`: whose names in memory all have; without
+    `ranks` its tensors are not copied. None: names may be the checkpoint's, and `tied`: the embedding is the
+    output layer, too. With `ranks` to which the same is handed out, all make one: each copies and sends its
+    share, and calls `send` or `source`; the first one has what can be converted only together. Raises
     `InvalidField`, on all ranks, when there is no checkpoint in the `folder` of one, or another one.
     """
 
-    def __init__(self, folder: Path, field: str, *, tied: bool, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, folder: Path, field: str, *, tied: bool = False, model: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         self._folder = folder
         self._field = field
+        self._model = model
+        self._copy = model is None or ranks is not None
         self._types: dict[str, tuple[torch.dtype, int]] = {}
         # A rank that raised alone would leave the others waiting in what hands tensors out.
         if len(set([self._read()] if ranks is None else on_all(ranks, self._read))) > 1:
             raise InvalidField(field, str(folder), "give all ranks the same checkpoint: they have several")
-        self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
+        self._unsaved = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
+        if model is not None:
+            self._unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         self._ranks = ranks
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         owners = shared_out({name: count for name, (_, count) in self._types.items()}, size)
         self._own = {name for name, owner in owners.items() if owner == rank}
         self._found: dict[str, Tensor] = {}
-        self._others: dict[str, Tensor] = {}
+        self._handed_out: dict[str, Tensor] = {}
+        """By name in memory, of the first rank: what is converted together; of all else the shape alone."""
+        self._problem: Exception | None = None
 
     def _read(self) -> str:
         """Read the checkpoint's names and types; equal texts mean equal ones."""
@@ -84,11 +87,49 @@ class CheckpointCopy:
         return hashlib.sha256(repr(sorted(self._types.items())).encode()).hexdigest()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor. One that the checkpoint lacks is an error later: handing out is collective."""
-        if name in self._own:
-            self._found[name] = tensor.detach().to("cpu", self._types[name][0], copy=True)
-        elif name not in self._types and name not in self._ignored and not (self._ranks and self._ranks.rank):
-            self._others[name] = tensor.detach().to("cpu", copy=True)
+        """Take a tensor. What is wrong with it is an error later: handing out is collective."""
+        try:
+            self._add(unwrapped(name), tensor.detach())
+        except Exception as error:  # noqa: BLE001 - raised on all ranks once all has been handed out
+            self._problem = self._problem or error
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if name in self._unsaved and name not in self._types:
+            return
+        alone = self._alone(name, tensor)
+        for each in alone.keys() & self._own:
+            # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
+            self._found[each] = self._kept(alone[each], self._types[each][0], each in self._unsaved)
+        if self._ranks is None or self._ranks.rank == 0:
+            self._handed_out[name] = tensor.to("meta") if alone else self._kept(tensor, tensor.dtype)
+
+    def _kept(self, tensor: Tensor, dtype: torch.dtype, twice: bool = False) -> Tensor:
+        return tensor.to("cpu" if self._copy else tensor.device, dtype, copy=self._copy or twice)
+
+    def _alone(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what a tensor is in the checkpoint; empty: it is there only together with others."""
+        saved = {name: tensor}
+        if self._model is not None or name not in self._types:
+            try:
+                saved = self._as_saved(saved)
+            except (ValueError, LookupError):  # as of experts of which the checkpoint has two kinds in a row
+                return {}
+        types = {each: self._types.get(each, (tensor.dtype, -1)) for each in saved}
+        sizes = ((saved[each].numel() * dtype.itemsize, size) for each, (dtype, size) in types.items())
+        return saved if all(found == size for found, size in sizes) else {}
+
+    def _as_saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the model as transformers would save them; unchanged if transformers lacks it.
+
+        In memory Qwen2-VL's layers are `model.language_model.layers`, in its checkpoints `model.layers`.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model = self._model or _model_of(self._folder)
+        if model is None:
+            return tensors
+        saved: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+        return saved
 
     async def send(self, endpoint: str) -> int:
         """Send all tensors to the buffer as one more version; return the version once it is live.
@@ -124,10 +165,9 @@ class CheckpointCopy:
 
     def source(self) -> dict[str, Tensor] | ShardedTensors:
         """Return what is sent, once all ranks have called this. Raises `InvalidField`, on all ranks."""
-        tensors = self.tensors() if self._ranks is None else {}
         if self._ranks is None:
-            self._check_whole(tensors)
-            return tensors
+            return self.tensors()
+        tensors: dict[str, Tensor] = {}
         on_all(self._ranks, lambda: tensors.update(self.tensors()))
         shards = ShardedTensors(tensors, self._ranks, divided=True)
         self._check_whole(shards.stream.owners)
@@ -135,16 +175,23 @@ class CheckpointCopy:
 
     def _check_whole(self, names: Iterable[str]) -> None:
         for name in sorted(self._types.keys() - set(names)):
-            problem = f"has a tensor {name}, which the trainer does not send"
+            problem = f"has a tensor {name}, which the trainer's lacks; {FIX}"
             raise InvalidField(self._field, str(self._folder), problem)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors, by name. Raises `InvalidField` if some are not the checkpoint's."""
-        saved = _as_saved(self._folder, self._others)
-        for name in sorted(saved.keys() - self._types.keys()):
-            problem = f"lacks a tensor {name}, which the trainer sends"
-            raise InvalidField(self._field, str(self._folder), problem)
-        return self._found | {name: each.to(self._types[name][0]) for name, each in saved.items()}
+        if self._problem is not None:
+            raise self._problem
+        waiting = not all(each.is_meta for each in self._handed_out.values())
+        for name, each in self._as_saved(self._handed_out).items() if waiting else ():
+            if name in self._types and not each.is_meta:
+                self._found[name] = each.to(self._types[name][0])
+            elif not each.is_meta and name not in self._unsaved:
+                problem = f"lacks a tensor {name}, which the trainer's has; {FIX}"
+                raise InvalidField(self._field, str(self._folder), problem)
+        if self._ranks is None:
+            self._check_whole(self._found)
+        return self._found
 
 
 def all_ranks() -> Ranks | None:
@@ -154,28 +201,19 @@ def all_ranks() -> Ranks | None:
     return TorchRanks() if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def _as_saved(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of `folder`'s model as transformers would save them; unchanged if transformers lacks it.
-
-    In memory Qwen2-VL's layers are `model.language_model.layers`, in its checkpoints `model.layers`.
-    """
-    if not tensors:
-        return {}
+@cache
+def _model_of(folder: Path) -> PreTrainedModel | None:
+    """Return the model of a checkpoint, without weights; None: transformers lacks it."""
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):  # a model with code of its own, which nobody may have us run
-        return tensors
+        return None
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None:
-        return tensors
     with torch.device("meta"):
-        model = architecture(config)
-    saved: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return saved
+        return None if architecture is None else architecture(config)
 
 
 def unwrapped(name: str) -> str:
