@@ -166,8 +166,10 @@ def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tm
     """Three groups of four over two processes of six: one group is cut."""
     run([*TWO_PROCESSES, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert "seed" in ranks[0]["refused"]
-    assert re.match(r"RolloutFailed.*the main process failed: InvalidField.*seed = ", ranks[1]["refused"])
+    assert "seed" in ranks[0]["refused"][0]
+    assert re.match(r"RolloutFailed.*the main process failed: InvalidField.*seed = ", ranks[1]["refused"][0])
+    assert re.match(r"RolloutFailed.*process 1 failed: RuntimeError.*with block", ranks[0]["refused"][1])
+    assert "with block" in ranks[1]["refused"][1]
     calls = [
         {
             name: [entry for rank in ranks for entry in rank["calls"][i][name]]
@@ -176,12 +178,24 @@ def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tm
         for i in range(2)
     ]
     assert [len(rank["calls"][i]["completion_ids"]) for rank in ranks for i in range(2)] == [6] * 4
+    for i, folder in enumerate((tiny_model, tmp_path / "second")):
+        first, second = (rank["calls"][i] for rank in ranks)
+        assert_shared((first["sending"], first["own"]), (second["sending"], second["own"]), delta=i == 1)
+        assert len({tuple(tokens) for tokens in calls[i]["completion_ids"]}) == 3 * G
+        with SyncRolloutClient(system.endpoint) as client:
+            digest, again = asked_again(client, {**calls[i], "folder": folder}, (i, "train-0"))
+        assert digest == first["digest"] == second["digest"]
+        assert again == calls[i]["completion_ids"]
     assert ranks[0]["calls"][0]["digest"] != ranks[0]["calls"][1]["digest"]
-    with SyncRolloutClient(system.endpoint) as client:
-        for call in calls:
-            assert len({tuple(tokens) for tokens in call["completion_ids"]}) == 3 * G
-        _, again = asked_again(client, {**calls[0], "folder": tiny_model}, (0, "train-0"))
-        assert again == calls[0]["completion_ids"]
+
+
+def assert_shared(first: tuple, second: tuple, *, delta: bool) -> None:
+    """Each of two processes had and sent about half: see `SentWeights.last`, and the bytes that it kept."""
+    (sent, whole, why), own = first
+    assert list(second[0]) == [sent, whole, why]
+    assert 0.95 * whole < own + second[1] < whole  # which has a header
+    assert 0.45 < own / whole < 0.55
+    assert (0 < sent < 0.5 * whole and not why) if delta else sent == whole
 
 
 def trained(trainer_class, config_class, system, model, folder, *, evaluate=False, others=None, **config):
@@ -286,6 +300,9 @@ def test_rloo(system, tiny_model, tmp_path):
 def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tiny_model, tmp_path):
     """Three groups of four over two processes of six: one group is cut."""
     first, second = with_fsdp(system, tiny_model, tmp_path)
+    assert_shared(first[-1], second[-1], delta=True)
+    for each in (first, second):
+        assert re.match("InvalidField.*tensors of rank 1.*no room", each[1][2])
     assert re.match(r"RolloutFailed.*process 1 failed: DeadlineExceeded", first[1][0])
     assert re.match("DeadlineExceeded", first[1][1])
     assert re.match("DeadlineExceeded", second[1][0])
@@ -303,13 +320,13 @@ def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tin
 
 
 @pytest.mark.breadth
-def test_adapters_with_fsdp_are_sent_alone_and_leave_no_trace(system, tiny_model, tmp_path):
+@pytest.mark.parametrize("how", ["alone", "merged"])
+def test_adapters_with_fsdp_are_sent_alone_or_merged_and_leave_no_trace(system, tiny_model, tmp_path, how):
     from safetensors.numpy import load_file
 
-    (calls, _, state, logged), _ = with_fsdp(system, tiny_model, tmp_path, "adapter")
+    (calls, _, state, logged, _), _ = with_fsdp(system, tiny_model, tmp_path, how)
     assert calls[0].live != calls[1].live
-    assert calls[0].adapter
-    assert calls[1].adapter
+    assert calls[0].adapter is calls[1].adapter is (how == "alone")
     apart = [entry["sampling/sampling_logp_difference/max"] for entry in logged if "loss" in entry]
     assert len(apart) == 2
     assert max(apart) < 1e-4  # of what the trainer computes with the adapter, and the engines without

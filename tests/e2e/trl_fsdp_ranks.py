@@ -1,7 +1,8 @@
 """One process of a SeerGRPOTrainer with FSDP on CPUs under torchrun; see test_trl.py.
 
 It writes what it got to <folder>/<rank>.pickle. The second process has more turns than the first; in the end
-either fails alone. With a fourth argument it trains an adapter, whose whole weights it leaves to others.
+either fails alone, and the second while weights are handed out. With a fourth argument it trains an adapter,
+which is sent `alone` or `merged`, and whose whole weights it leaves to others.
 """
 
 import os
@@ -18,10 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import trl_runs
 
 from seer.client import SeerError
+from seer.integrations.checkpoint_names import CheckpointCopy
 from seer.integrations.trl import SeerGRPOTrainer
 
 endpoint, model, folder = sys.argv[1], *map(Path, sys.argv[2:4])
-adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if sys.argv[4:] else None
+adapter = None
+if sys.argv[4:]:
+    bias = {"alone": "none", "merged": "all"}[sys.argv[4]]  # engines take none, and this model has none
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], bias=bias)
 rank = int(os.environ["RANK"])
 config = GRPOConfig(
     **trl_runs.settings(
@@ -44,8 +49,13 @@ trainer = SeerGRPOTrainer(
 assert trainer.is_fsdp_enabled
 if adapter:
     trl_runs.save = lambda trainer, folder: None
+else:
+    for name, tensor in trainer.model.named_parameters():
+        tensor.requires_grad_("layers.0.mlp" in name)  # so little changes that a delta pays
 calls = trl_runs.record(trainer, folder)
 trainer.train()
+deltas = trainer._seer._client._of.deltas
+own = deltas._sent and sum(tensor.nbytes for tensor in deltas._sent.data.values())
 state = {
     name: tensor.numpy() for name, tensor in trainer.accelerator.get_state_dict(trainer.model_wrapped).items()
 }
@@ -56,6 +66,23 @@ for failing in (1, 0):
         trainer._generate([[{"role": "user", "content": "ab"}] for _ in range(6)])
     except SeerError as error:
         refused.append(repr(error))
+trainer._seer._deadline_seconds = trainer._seer.live = None
+add, added = CheckpointCopy._add, []
+
+
+def failing(self, name, tensor):
+    added.append(name)
+    if rank and len(added) == 3:
+        raise MemoryError("no room")
+    add(self, name, tensor)
+
+
+CheckpointCopy._add = failing
+try:
+    trainer._seer._sync_weights(trainer)
+except SeerError as error:
+    refused.append(repr(error))
 for call in calls:
     call.scored = {}
-(folder / f"{rank}.pickle").write_bytes(pickle.dumps((calls, refused, state, trainer.state.log_history)))
+found = calls, refused, state, trainer.state.log_history, (deltas.last, own)
+(folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))

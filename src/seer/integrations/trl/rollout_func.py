@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SeerRollout:
-    """A `rollout_func`. `client` is the buffer's endpoint, or a client that the caller closes.
+    """A `rollout_func`. `client` is the buffer's endpoint, or, in each process, one that the caller closes.
 
     `model` is the folder that the engines were started with, by default the trainer's; `seed` is by default
     the trainer's. A rollout that takes longer than `deadline_seconds` raises `DeadlineExceeded`. Use in a

@@ -4,8 +4,9 @@ Invariants:
 - every response is of the trainer's current weights, or an error;
 - weights are sent once for each optimizer step, and again if another trainer sent weights since; an adapter
   is sent alone if engines then have the bits that merging here would give;
-- only the main process sends weights and first turns, and its errors are raised in every process; each
-  process asks for its own later turns, as processes may have different numbers of turns;
+- processes send whole weights side by side, each its share; only the main process sends adapters and first
+  turns, and errors are raised in every process; each process asks for its own later turns, as processes may
+  have different numbers of turns;
 - a wait ends with `deadline_seconds`, if given, and what is unfinished is given up.
 """
 
@@ -32,8 +33,8 @@ from seer.client.open_rollout import results
 from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
 from seer.common.prepared_image import PreparedImage, read
-from seer.integrations.checkpoint_names import checkpoint_tensors
-from seer.integrations.trl.ranks import gathered, merged_on_main, on_main
+from seer.integrations.checkpoint_names import CheckpointCopy, all_ranks, checkpoint_tensors
+from seer.integrations.trl.ranks import gathered, merged_on_main, on_each, on_main
 from seer.integrations.trl.settings import sampling_params
 from seer.integrations.trl.turns import Context, Sample, Submission, first_turns, later_turn
 from seer.integrations.trl.weights import (
@@ -41,6 +42,7 @@ from seer.integrations.trl.weights import (
     adapter_alone,
     base_stream,
     gathered_adapter,
+    handed_out,
     whole_weights,
     why_merged,
 )
@@ -67,7 +69,7 @@ class Keys(TypedDict):
 
 
 class Session:
-    """`client` is the buffer's endpoint, or a client that the caller closes.
+    """`client` is the buffer's endpoint, or, in each process, a client that the caller closes.
 
     `model` is the folder that the engines were started with, by default the trainer's; `seed` is by default
     the trainer's. `live` is the result of the last weight update.
@@ -184,13 +186,22 @@ class Session:
             self._state, self._step = state, step
 
     def _update_all(self, trainer: GRPOTrainer, version: int) -> WeightsLive:
+        accelerator = trainer.accelerator
         with whole_weights(trainer) as (model, weights):
-            return on_main(
-                trainer.accelerator,
-                lambda: self._client.update_weights(
-                    version, checkpoint_tensors(model, weights, self._folder(model))
-                ),
-            )
+            if not handed_out(accelerator):
+                return on_main(
+                    accelerator,
+                    lambda: self._client.update_weights(
+                        version, checkpoint_tensors(model, weights, self._folder(model))
+                    ),
+                )
+            # Who cannot update says so before the others wait for its share.
+            folder, _ = on_each(accelerator, lambda: (self._folder(model), self._client.status()))
+            copy = CheckpointCopy(folder, "model", model=model, ranks=all_ranks())
+            for name, tensor in weights.items():
+                sharded = hasattr(tensor, "full_tensor")  # as a DTensor, and maybe in host memory
+                copy.add(name, tensor.to(accelerator.device).full_tensor() if sharded else tensor)
+            return self._client.update_weights(version, copy.source())
 
     def _update_adapter(self, trainer: GRPOTrainer, version: int) -> WeightsLive | None:
         """Update by the adapter alone; None if the adapter has to be merged, which is decided once."""

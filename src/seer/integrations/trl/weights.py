@@ -1,4 +1,4 @@
-"""The weights that a trainer trains: gathered, whole, with PEFT adapters merged; or an adapter alone.
+"""The weights that a trainer trains: whole, with PEFT adapters merged; or an adapter alone.
 
 Invariants:
 - names are those of the model without adapters; what is sent is what the trainer computes with;
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from seer.common.errors import InvalidField
 from seer.integrations.checkpoint_names import checkpoint_tensors, unwrapped
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -38,20 +40,31 @@ PARTS = (".base_layer", "modules_to_save.default.")
 """What PEFT puts into the names of tensors that the model has without it, too."""
 
 
+def handed_out(accelerator: Accelerator) -> bool:
+    """Return whether several processes have all tensors, or put shards together, one tensor at a time.
+
+    Else Accelerate gathers all in the main process.
+    """
+    if accelerator.num_processes == 1:
+        return False
+    return accelerator.is_fsdp2 or str(accelerator.distributed_type.value).startswith("MULTI_")
+
+
 @contextmanager
 def whole_weights(trainer: GRPOTrainer) -> Iterator[tuple[PreTrainedModel, Mapping[str, Tensor]]]:
     """Yield the model and its state, which holds as long as the context; all processes take part.
 
-    Where weights are sharded, the main process alone has the state.
+    Sharded weights are DTensors if they are `handed_out`; else the main process alone has the state.
     """
     accelerator = trainer.accelerator
     model = accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    gather = partial(accelerator.get_state_dict, trainer.model_wrapped)
+    state_dict = model.state_dict if handed_out(accelerator) else gather
     if not hasattr(model, "peft_config"):
-        yield model, accelerator.get_state_dict(trainer.model_wrapped)
+        yield model, state_dict()
         return
     with merged(model):
-        state = accelerator.get_state_dict(trainer.model_wrapped)
-        yield model.get_base_model(), base_state(state, model.prefix)
+        yield model.get_base_model(), base_state(state_dict(), model.prefix)
 
 
 @contextmanager
