@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.core_model_loading import GroupWeightRename
 
 from seer.client import SentWeights
 from seer.client.tensor_stream import TensorStream
@@ -49,10 +51,18 @@ def qwen(folder: Path, tied: bool = False) -> Qwen3ForCausalLM:
 
 
 def made(family: str, folder: Path) -> PreTrainedModel:
-    """Make a model of a family, or with fused tensors, in memory (Mixtral) or in its checkpoint (HRM-Text)."""
+    """Make a model of a family.
+
+    Mixtral fuses tensors in memory, HRM-Text in its checkpoint; `renamed` has names that depend on others.
+    """
     if family == "qwen":
         return qwen(folder, tied=True)
-    if family == "mixtral":
+    if family == "renamed":
+        model = qwen(folder)
+        model._weight_conversions = [
+            GroupWeightRename(["attn.j_proj", "attn.k_proj"], ["attn.k_proj", "attn.v_proj"])
+        ]
+    elif family == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
     elif family == "hrm":
         small = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
@@ -154,8 +164,10 @@ def test_tensors_that_come_under_names_in_memory_are_those_of_the_checkpoint(tmp
     assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("family", ["qwen", "mixtral", "hrm", *vision_models.FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [*product(["qwen", "mixtral", "hrm", *vision_models.FAMILIES], [False, True]), ("renamed", True)],
+)
 def test_ranks_to_which_all_comes_copy_and_send_a_share_each(tmp_path, family, own):
     """`own`: the copy is given the model, as TRL's are."""
     model = made(family, tmp_path)
