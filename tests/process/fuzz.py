@@ -288,10 +288,11 @@ def _noise(lines: list[dict]) -> str:
     twice = [str(what) for what, count in complaints.items() if count > 1]
     errors = [str(line) for line in lines if line["level"] not in ("info", "warning")]
     unnamed = Counter(
-        # Each socket tells once a minute, a buffer of failed prompts a line per rollout and reason.
+        # Each socket tells once a minute, a buffer of failed prompts a line per rollout and reason, and of what
+        # is beyond its bound on these a line, without a rollout, every ten seconds.
         (line["event"], line.get("engine", line.get("endpoint", line.get("rollout", ""))))
         for line in lines
-        if line["level"] == "warning" and "peer" not in line
+        if line["level"] == "warning" and "peer" not in line and line.get("rollout") != ""
     )
     often = [f"{what} {count} times" for what, count in unnamed.items() if count > MOST_EVENTS]
     return "; ".join([*errors[:3], *twice[:3], *often])
