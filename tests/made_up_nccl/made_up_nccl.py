@@ -75,7 +75,9 @@ class Communicator:
 
     def destroy(self) -> None:
         self.disabled = True
-        self._group.abort()
+        ending = threading.Thread(target=self._group.abort, daemon=True)  # as vLLM's, which waits 5 s as well
+        ending.start()
+        ending.join(5.0)
 
 
 def owners() -> list[tuple[object, str]]:
