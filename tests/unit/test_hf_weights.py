@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.core_model_loading import GroupWeightRename
+from transformers.core_model_loading import GroupWeightRename, WeightRenaming
 
 from seer.client import SentWeights
 from seer.client.tensor_stream import TensorStream
@@ -80,17 +80,18 @@ def assert_same(ours: dict, folder: Path) -> None:
     assert TensorStream(ours).digest() == read_manifest(folder).digest
 
 
-def test_tied_weights_are_sent_if_the_checkpoint_has_them(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_tied_weights_are_sent_if_the_checkpoint_has_them(tmp_path, prefix):
+    """`prefix`: of the name in the checkpoint; Llava's has none in memory."""
     model = qwen(tmp_path, tied=True)
+    model._weight_conversions = [WeightRenaming(f"^{prefix}lm_head", "lm_head")]
     ours = checkpoint_tensors(model, model.state_dict(), tmp_path)
     assert "lm_head.weight" not in ours
     assert_same(ours, tmp_path)
 
     stored = load_file(tmp_path / "model.safetensors")  # as some published checkpoints have it
-    save_file(
-        {**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()},
-        tmp_path / "model.safetensors",
-    )
+    lm_head = {f"{prefix}lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    save_file(stored | lm_head, tmp_path / "model.safetensors")
     assert_same(checkpoint_tensors(model, model.state_dict(), tmp_path), tmp_path)
 
 

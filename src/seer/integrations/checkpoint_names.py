@@ -94,12 +94,12 @@ class CheckpointCopy:
             self._problem = self._problem or error
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        if name in self._unsaved and name not in self._types:
+        unsaved, alone = name in self._unsaved, self._alone(name, tensor)
+        if unsaved and not alone and name not in self._types:
             return
-        alone = self._alone(name, tensor)
         for each in alone.keys() & self._own:
             # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
-            self._found[each] = self._kept(alone[each], self._types[each][0], each in self._unsaved)
+            self._found[each] = self._kept(alone[each], self._types[each][0], unsaved)
         if self._ranks is None or self._ranks.rank == 0:
             self._handed_out[name] = tensor.to("meta") if alone else self._kept(tensor, tensor.dtype)
 
@@ -109,7 +109,7 @@ class CheckpointCopy:
     def _alone(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return what a tensor is in the checkpoint; empty: it is there only together with others."""
         saved = {name: tensor}
-        if self._model is not None or name not in self._types:
+        if self._model is not None or not (name in self._types or name in self._unsaved):
             try:
                 saved = self._as_saved(saved)
             except (ValueError, LookupError):  # as of experts of which the checkpoint has two kinds in a row
