@@ -78,8 +78,12 @@ def checksum(data: wire.Bytes) -> int:
 
 
 def part_bytes(size: int) -> int:
-    """Return the bytes of a part, the last one apart, of a blob of `size`: a sixty-fourth, within bounds."""
-    return min(wire.SPOOL_BYTES, max(wire.SHORT_SPOOL_BYTES, size // 2**26 * 2**20))
+    """Return the bytes of a part, the last one apart, of a blob of `size`: a sixty-fourth, within bounds.
+
+    A source before protocol 3.14 gives a part as whole ones of its own, so none overlaps the next part.
+    """
+    short = wire.SHORT_SPOOL_BYTES
+    return min(wire.SPOOL_BYTES, max(short, size // (64 * short) * short))
 
 
 def window(part: int) -> int:
