@@ -55,6 +55,7 @@ IMPORT_VLLM = (
     "tests/unit/test_decode_graphs.py",
     "tests/unit/test_device_paths.py",
     "tests/unit/test_kv_connector.py",
+    "tests/unit/test_read_slices.py",
     "tests/unit/test_sleep_beside_others.py",
     "tests/unit/test_vllm_transfer.py",
 )

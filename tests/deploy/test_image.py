@@ -25,6 +25,7 @@ NEED_EXTRA = {
     "seer.integrations.replayed_routing": "torch",
     f"{ENGINE}.cpu_kernels": "torch",
     f"{ENGINE}.nccl_receiver": "torch",
+    f"{ENGINE}.read_slices": "torch",
     f"{ENGINE}.cpu_sleep": "torch",
     f"{ENGINE}.decode_results": "vllm",
     f"{ENGINE}.decode_scheduler": "vllm",
