@@ -229,7 +229,7 @@ def test_where_and_how_turns_run_changes_neither_tokens_nor_logprobs(
     after = [engines.total(name) for name in ("pool_tokens", "drafted_tokens", "accepted_tokens")]
     assert [one.told for one in played] == [one.told for one in expected]
     pulled, drafted, accepted = np.subtract(after, before)
-    assert all((pulled > 0) == ("move" in WAYS[way]))
+    assert (sum(pulled) > 0) == ("move" in WAYS[way])  # an engine computes again what it cannot read in time
     assert (sum(accepted) > 0) == ("drafts" in WAYS[way])
     if WAYS[way].get("drafts") == "right":
         assert sum(accepted) > sum(drafted) / 2  # those after a stop do not count
