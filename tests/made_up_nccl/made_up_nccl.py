@@ -91,6 +91,7 @@ def install() -> None:
     from vllm.distributed.device_communicators import pynccl, pynccl_wrapper
     from vllm.distributed.weight_transfer import packed_tensor
 
+    over.clear()  # which tests before in this process may have set
     stream = SimpleNamespace(synchronize=lambda: None)
     pynccl.PyNcclCommunicator = Communicator
     pynccl_wrapper.NCCLLibrary = Library
