@@ -121,6 +121,7 @@ def vllm_server(system: GatewaySystem) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # which an engine of a test before in this process may have set
     }
     url = f"http://127.0.0.1:{port}"
     with (system.folder / "log").open("ab") as log:

@@ -7,6 +7,7 @@ and a communicator that was destroyed does nothing and says nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from datetime import timedelta
@@ -39,9 +40,10 @@ class Communicator:
         self.disabled, self.rank, self.device = False, rank, torch.device("cpu")
         port = int(unique_id.rstrip(b"\0"))
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LONG)
+        ended = over
         store.set(f"here {rank}", "")
         while not store.check([f"here {each}" for each in range(world_size)]):
-            if over.is_set():
+            if ended.is_set():
                 raise RuntimeError("the test is over")
             time.sleep(0.005)
         options = ProcessGroupGloo._Options()
@@ -75,9 +77,9 @@ class Communicator:
 
     def destroy(self) -> None:
         self.disabled = True
-        ending = threading.Thread(target=self._group.abort, daemon=True)  # as vLLM's, which waits 5 s as well
-        ending.start()
-        ending.join(5.0)
+        # Never freed: that would wait for a broadcast under way.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group.abort()
 
 
 def owners() -> list[tuple[object, str]]:
@@ -91,7 +93,8 @@ def install() -> None:
     from vllm.distributed.device_communicators import pynccl, pynccl_wrapper
     from vllm.distributed.weight_transfer import packed_tensor
 
-    over.clear()  # which tests before in this process may have set
+    global over  # ranks of tests before have theirs, which is set
+    over = threading.Event()
     stream = SimpleNamespace(synchronize=lambda: None)
     pynccl.PyNcclCommunicator = Communicator
     pynccl_wrapper.NCCLLibrary = Library
