@@ -20,6 +20,7 @@ from seer.common.blobs import checksum, part_bytes, window
 from seer.common.process.log import get_logger
 from seer.common.weights.delta import SUFFIX as DELTA
 from seer.common.wire import (
+    SHORT_SPOOL_BYTES,
     SPOOL_PART,
     SPOOL_WINDOW,
     Bytes,
@@ -49,7 +50,7 @@ class _Part:
     stream: TensorStream
     sent: int
     confirmed: int = 0
-    most: int = 1
+    most: int = SHORT_SPOOL_BYTES
 
 
 class Upload:

@@ -31,7 +31,7 @@ from isal import isal_zlib
 from seer.common import wire
 from seer.common.errors import SeerError
 from seer.common.process.threads import until_ended
-from seer.common.slices import Slices
+from seer.common.slices import Runs, Slices
 
 FILE = "model.safetensors"
 """A blob's file in its folder; who can read that folder may read it there."""
@@ -59,8 +59,6 @@ POLL_SECONDS = 0.05
 
 Question = wire.OpenSpool | wire.ReadSpool
 Answer = wire.SpoolState | wire.SpoolData
-Runs = Sequence[tuple[int, int]]
-"""Places in a file, and how many bytes each; together they have as many as a part."""
 Reply = Callable[[bytes, Answer], Awaitable[None]]
 """Sends an answer to a peer's address; the answer is lost if the peer does not read."""
 
@@ -96,15 +94,15 @@ def is_whole(part: wire.SpoolData) -> bool:
     return checksum(part.data) == part.checksum
 
 
-def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0, runs: Runs = ()) -> None:
-    """Write into a file from `offset` on, or in `runs`; `flags`: of `os.open`, beside those for writing.
+def write_at(file: Path, runs: Runs, data: wire.Bytes, flags: int = 0) -> None:
+    """Write into a file at some places; `flags`: of `os.open`, beside those for writing.
 
     Opens the file for each part, so that whoever removes a blob has nothing to close.
     """
     opened = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, FILE_MODE)
     try:
         left = data.data
-        for at, length in runs or [(offset, len(data))]:
+        for at, length in runs:
             end = at + length
             while at < end:
                 written = os.pwrite(opened, left[: end - at], at)
@@ -113,14 +111,14 @@ def write_at(file: Path, offset: int, data: wire.Bytes, flags: int = 0, runs: Ru
         os.close(opened)
 
 
-def read_at(file: Path, offset: int, length: int, runs: Runs = ()) -> wire.Bytes:
-    """Return `length` bytes of a file from `offset` on, or those in `runs`."""
+def read_at(file: Path, runs: Runs) -> wire.Bytes:
+    """Return the bytes of a file at some places, one after the other."""
     opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = b"".join([os.pread(opened, size, at) for at, size in runs or [(offset, length)]])
+        data = b"".join([os.pread(opened, size, at) for at, size in runs])
     finally:
         os.close(opened)
-    if len(data) < length:
+    if len(data) < sum(size for _, size in runs):
         raise OSError(f"{file.name} is shorter than it was")
     return np.frombuffer(data, dtype=np.uint8)
 
@@ -182,8 +180,10 @@ class Blob:
 
     def note(self, *, whole: bool) -> None:
         """Write the notes; `whole`: all bytes are there, for a later incarnation of this process. Blocks."""
-        notes = json.dumps({"size": self.size, "token": self.token, "whole": whole}).encode()
-        write_at(self.folder / NOTES, 0, np.frombuffer(notes, np.uint8), os.O_CREAT | os.O_TRUNC)
+        notes = np.frombuffer(
+            json.dumps({"size": self.size, "token": self.token, "whole": whole}).encode(), np.uint8
+        )
+        write_at(self.folder / NOTES, [(0, len(notes))], notes, os.O_CREAT | os.O_TRUNC)
 
     def length(self, offset: int) -> int:
         """Return the bytes of the part at an offset."""
@@ -195,7 +195,7 @@ class Blob:
 
     def put(self, part: wire.SpoolData) -> None:
         """Write a part into the file. Blocks."""
-        write_at(self.file, part.offset, part.data, 0, self._runs(part.offset, len(part.data)))
+        write_at(self.file, self._runs(part.offset, len(part.data)), part.data)
 
     def store(self, part: wire.SpoolData) -> bool:
         """Write a part into the file unless it is damaged; return whether it was written. Blocks."""
@@ -205,19 +205,18 @@ class Blob:
 
     def read(self, offset: int, length: int) -> wire.SpoolData:
         """Return a part that is there. Blocks; raises `OSError`."""
-        data = read_at(self.file, offset, length, self._runs(offset, length))
+        data = read_at(self.file, self._runs(offset, length))
         return wire.SpoolData(name=self.name, offset=offset, checksum=checksum(data), data=data)
 
     def _runs(self, offset: int, length: int) -> Runs:
-        return () if self.slices is None else self.slices.runs(offset, length)
+        return [(offset, length)] if self.slices is None else self.slices.runs(offset, length)
 
     async def write(self, part: wire.SpoolData) -> bool:
         """Store a part unless it is damaged, or too long; return whether that was done. Raises `OSError`.
 
         When this has ended, nothing is written any more.
         """
-        fits = 0 < len(part.data) <= self.length(part.offset)
-        valid = fits and await until_ended(self.store, part)
+        valid = 0 < len(part.data) <= self.length(part.offset) and await until_ended(self.store, part)
         if valid:
             self.came(part.offset, len(part.data))
         return valid
@@ -483,8 +482,7 @@ class _Window:
                     write.add_done_callback(self._writes.discard)
 
     async def _ask(self, offset: int, length: int) -> None:
-        question = wire.ReadSpool(name=self._blob.name, offset=offset, length=length)
-        self._asked[offset] = question
+        self._asked[offset] = question = wire.ReadSpool(name=self._blob.name, offset=offset, length=length)
         await self._source.ask(question)
 
     async def _write(self, part: wire.SpoolData, length: int) -> None:

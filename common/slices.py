@@ -18,6 +18,9 @@ from itertools import accumulate
 Slice = tuple[int, int, int, int]
 """`start`, `size`, `stride` and `count`."""
 
+Runs = list[tuple[int, int]]
+"""Places in a file, and how many bytes each."""
+
 MAX_SLICES = 500_000
 """A node of the largest mixtures, of 90,000 tensors, has a fifth as many. 16 MB as a message."""
 
@@ -34,9 +37,9 @@ class Slices:
         self._ends = list(accumulate(size * count for _, size, _, count in slices))
         self.size = self._ends[-1]
 
-    def runs(self, offset: int, length: int) -> list[tuple[int, int]]:
+    def runs(self, offset: int, length: int) -> Runs:
         """Return where bytes of the part are in the file, and how many there, in order."""
-        found: list[tuple[int, int]] = []
+        found: Runs = []
         index = bisect_right(self._ends, offset)
         while length > 0:
             start, size, stride, count = self.slices[index]

@@ -224,12 +224,15 @@ def test_where_and_how_turns_run_changes_neither_tokens_nor_logprobs(
     engines: Engines, case: str, way: str
 ) -> None:
     expected = engines.expected(case)
-    before = [engines.total(name) for name in ("pool_tokens", "drafted_tokens", "accepted_tokens")]
-    played = engines.play(CASES[case], known=expected, **WAYS[way])
-    after = [engines.total(name) for name in ("pool_tokens", "drafted_tokens", "accepted_tokens")]
-    assert [one.told for one in played] == [one.told for one in expected]
-    pulled, drafted, accepted = np.subtract(after, before)
-    assert (sum(pulled) > 0) == ("move" in WAYS[way])  # an engine computes again what it cannot read in time
+    for last in (False, False, True):
+        before = [engines.total(name) for name in ("pool_tokens", "drafted_tokens", "accepted_tokens")]
+        played = engines.play(CASES[case], known=expected, **WAYS[way])
+        after = [engines.total(name) for name in ("pool_tokens", "drafted_tokens", "accepted_tokens")]
+        assert [one.told for one in played] == [one.told for one in expected]
+        pulled, drafted, accepted = np.subtract(after, before)
+        if pulled.all() or "move" not in WAYS[way] or last:
+            break  # else leases of the pool expired on a busy machine: an engine then computes again
+    assert all((pulled > 0) == ("move" in WAYS[way]))
     assert (sum(accepted) > 0) == ("drafts" in WAYS[way])
     if WAYS[way].get("drafts") == "right":
         assert sum(accepted) > sum(drafted) / 2  # those after a stop do not count

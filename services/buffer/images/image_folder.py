@@ -43,7 +43,9 @@ class ImageFolder(OwnFolder):
 
     def append(self, name: str, offset: int, data: wire.Bytes) -> None:
         """Write a part of an incomplete image from `offset` on; the first one creates its file anew."""
-        write_at(self.root / (name + _PART), offset, data, 0 if offset else os.O_CREAT | os.O_TRUNC)
+        write_at(
+            self.root / (name + _PART), [(offset, len(data))], data, 0 if offset else os.O_CREAT | os.O_TRUNC
+        )
 
     def check(self, name: str) -> None:
         """Check an image, all of whose bytes are there, and note that it is used; give a new file its name.
@@ -60,7 +62,7 @@ class ImageFolder(OwnFolder):
 
     def read(self, name: str, offset: int, length: int) -> wire.Bytes:
         """Return bytes of an image that was checked."""
-        return read_at(self.root / name, offset, length)
+        return read_at(self.root / name, [(offset, length)])
 
     def remove(self, name: str) -> None:
         """Delete an image, whole or not, if it is there."""

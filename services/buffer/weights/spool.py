@@ -141,7 +141,7 @@ class _Part(_Stream):
 
     def put(self, part: wire.SpoolData) -> None:
         """See `Blob.put`; into the whole stream's file."""
-        write_at(self.whole.file, self.start + part.offset, part.data)
+        write_at(self.whole.file, [(self.start + part.offset, len(part.data))], part.data)
 
     def note(self, *, whole: bool) -> None:
         """See `Blob.note`; of the whole stream, once all its parts are written."""

@@ -83,7 +83,7 @@ async def digest_of_slices(file: Path, slices: Slices) -> str:
         if stop.is_set():
             raise ValueError("the update was cancelled")
         length = min(wire.SPOOL_BYTES, slices.size - start)
-        return blake3(read_at(file, 0, length, slices.runs(start, length)).data).digest()
+        return blake3(read_at(file, slices.runs(start, length)).data).digest()
 
     def read() -> str:
         with ThreadPoolExecutor() as pool:
