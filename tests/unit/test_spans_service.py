@@ -108,13 +108,14 @@ async def test_while_the_collector_fails_the_log_waits_and_nothing_is_lost(log, 
     assert not service._dropped
 
 
-async def test_a_collector_that_is_back_at_its_address_gets_what_it_missed(log, receiver):
+async def test_a_collector_that_is_back_at_its_address_gets_what_it_missed(log, receiver, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")  # a busy machine takes a while to read spans
     port = receiver.server_port
     receiver.close()
     async with following(log, f"http://127.0.0.1:{port}"):
         await asyncio.sleep(0.3)
         back = Receiver(port)
-        await until(lambda: len(back.named("group")) == 12)
+        await until(lambda: len(back.named("group")) == 12, 60)
     back.close()
 
 
@@ -165,6 +166,19 @@ async def test_what_is_left_is_sent_before_it_ends(log, receiver, monkeypatch):
         buffer.roll(9)
         buffer.log.close()
     assert len(receiver.spans) > known
+
+
+async def test_what_is_written_while_it_sends_is_sent_before_it_ends(log, receiver, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10")
+    receiver.stuck.clear()
+    async with following(log, receiver.url) as service:
+        await until(lambda: receiver.tries)
+        buffer = LoggedBuffer(log, incarnation=27)
+        buffer.roll(9)
+        buffer.log.close()
+        service.drain()
+        receiver.stuck.set()
+    assert len(receiver.named("group")) == 16
 
 
 async def test_once_gives_up_a_collector_that_stays_away(log, monkeypatch):

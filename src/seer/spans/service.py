@@ -119,9 +119,10 @@ class SpanService:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while time.monotonic() < self._until:
+                last = self._once or self._stopping.is_set()  # asked first: what is written while it sends is sent
                 all_read = self._fill()
                 self._deliver()
-                if all_read and (self._once or self._stopping.is_set()):
+                if all_read and last:
                     break
                 if all_read:
                     self._caught_up = True
