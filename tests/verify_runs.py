@@ -12,6 +12,7 @@ from typing import Any
 def verify(folder: Path, prompts: Path, model: Path, *options: object) -> tuple[int, dict[str, Any], str]:
     """Run `seer verify`; return its exit code, report and words."""
     out = folder / "report.json"
+    out.unlink(missing_ok=True)  # of a run before
     command = [sys.executable, "-m", "seer.cli.main", "verify", prompts, "--model", model, "--json", out]
     done = subprocess.run(
         list(map(str, [*command, *options])), capture_output=True, text=True, timeout=1500, check=False

@@ -224,6 +224,11 @@ def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(ba
     assert np.isfinite(again).all()
     with pytest.raises(InvalidField, match="vLLM would read the others as text"):
         backend.probe.logits([*tokens, *sampled], None, shown)
+    text = [5, 6, 7]
+    sampled = [*run(backend, [chunk("text", 0, (text, ()))])["text#0"].tokens[:3], IMAGE, 9]
+    ways = logits_by_ways(backend.probe, [*text, *sampled], len(text), 1000 + 3, SAMPLING)
+    assert len(ways) >= 2
+    assert np.isfinite(ways).all()
     with pytest.raises(InvalidField, match="vLLM would read the others as text"):
         backend.probe.logits([*tokens, *sampled], len(tokens))
 

@@ -48,17 +48,17 @@ def logits_by_ways(
     alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it reaches
     another context.
 
-    With images, outputs are no prompts: what looks like an image there is text. What was generated goes on
-    then as an output that is known, like a chunk's.
+    With a model of images, outputs are no prompts: what looks like an image there is text. What was generated
+    goes on then as an output that is known, like a chunk's.
     """
     probe.core.reset_prefix_cache()
-    ways = [probe.logits(context, prompt_len if images else None, images) for _ in range(2)]
-    start, begun = _where_to_begin(context, prompt_len, sampling, bool(images))
+    ways = [probe.logits(context, prompt_len, images) for _ in range(2)]
+    start, begun = _where_to_begin(context, prompt_len, sampling, probe.reads_images)
     if start < len(context):
         chunk = Chunk(
-            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len if images else start,
-            max_new_tokens=len(context) + 1 - start, sampling=begun, tokens=context[:start],
-            images=images,
+            request_id="", group_id="", attempt=0, key=key,
+            prompt_len=prompt_len if probe.reads_images else start,
+            max_new_tokens=len(context) + 1 - start, sampling=begun, tokens=context[:start], images=images,
         )  # fmt: skip
         rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
         company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]

@@ -32,12 +32,14 @@ class Probe:
     def logits(
         self, tokens: list[int], prompt_len: int | None = None, images: tuple[PlacedImage, ...] = ()
     ) -> npt.NDArray[np.float32]:
-        """Return the raw next-token logits after `tokens`: shape [vocab_size].
+        """Return the raw next-token logits after `tokens`, computed as a prompt: shape [vocab_size].
 
-        `images` are all that stand in `tokens`. After the first `prompt_len` of these (None: all)
-        placeholders may be the model's own. Raises `EngineError` while chunks are running.
+        With a model of images only the first `prompt_len` (None: all) are one, as what looks like an image
+        behind these is text. `images` are all that stand in `tokens`. Raises `EngineError` while chunks are
+        running.
         """
-        prompt_len = len(tokens) if prompt_len is None else prompt_len
+        if prompt_len is None or not self.reads_images:
+            prompt_len = len(tokens)
         sampling = SamplingParams(max_tokens=len(tokens) - prompt_len + 1, temperature=0.0, ignore_eos=True)
         chunk = Chunk(
             request_id="", group_id="", attempt=0, key=0, prompt_len=prompt_len, max_new_tokens=1,
@@ -45,6 +47,11 @@ class Probe:
         )  # fmt: skip
         row: npt.NDArray[np.float32] = self.capture(chunk)[1][0][0]
         return row
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether placeholders in a prompt stand for images."""
+        return self.core.capacity.image_tokens > 0
 
     def capture(
         self, chunk: Chunk, company: Sequence[Chunk] = ()

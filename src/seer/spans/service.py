@@ -119,7 +119,9 @@ class SpanService:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while time.monotonic() < self._until:
-                last = self._once or self._stopping.is_set()  # asked first: what is written while it sends is sent
+                last = (
+                    self._once or self._stopping.is_set()
+                )  # asked first: what is written while it sends is sent
                 all_read = self._fill()
                 self._deliver()
                 if all_read and last:

@@ -65,11 +65,6 @@ class Divergence:
         return self.prompt + output
 
     @property
-    def prefilled(self) -> int | None:
-        """What counts as prompt where a context is computed at once: all but tokens that show images."""
-        return len(self.prompt) if self.shown else None
-
-    @property
     def shown(self) -> tuple[PlacedImage, ...]:
         """All images in the context; a tool may have shown others later."""
         end = len(self.prompt) + self.mismatch.position
@@ -104,7 +99,7 @@ def judge(
             with in_process(replace(config, engine=engine)) as backend:
                 for own, case in tokens:
                     if own == engine:
-                        case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
+                        case.own = backend.probe.logits(case.context, len(case.prompt), case.shown)[None]
     with in_process(config) as backend:
         for cell, slot, case in cases:
             cell.mismatches[slot] = _judge(cell, case, report, backend)
@@ -161,7 +156,7 @@ def with_logprob(case: Divergence, sampling: SamplingParams, backend: VllmBacken
 
     if sampling.logprobs == "processed":
         return case.mismatch
-    logits = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
+    logits = backend.probe.logits(case.context, len(case.prompt), case.shown)[None]
     forbid(logits, case.context, len(case.prompt), sampling, backend.core)
     temperature = sampling.temperature if sampling.logprobs == "scaled" else 1.0
     token = int(case.reference.token_ids[case.mismatch.position])
