@@ -119,7 +119,9 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = string.ascii_lowercase
-    words = ["<pad>", "<bos>", "<eos>", *letters, *(a + b for a in letters for b in letters)]
+    # Digits and operators, of which the texts are made that `seer verify` constrains.
+    singles = [*letters, *string.digits, *"+-*"]
+    words = ["<pad>", "<bos>", "<eos>", *singles, *(a + b for a in letters for b in letters)]
     pieces = [*words[: VOCAB - 4], *SPECIAL]
     tokenizer = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
