@@ -25,7 +25,7 @@ from seer.client.weight_update import InFlight, Source, Update
 from seer.common.errors import InvalidField, SeerError, Unreachable, WeightsRefused
 from seer.common.process.log import get_logger
 from seer.common.weights.digest import BLAKE3
-from seer.common.wire import SPOOL_SCHEME, WeightsFailed, WeightsLive
+from seer.common.wire import SPOOL_SCHEME, SPOOL_STALLED, WeightsFailed, WeightsLive
 
 TELL_SECONDS = 60.0
 """How long the first rank waits for the others to hear how an update ended."""
@@ -34,7 +34,10 @@ _log = get_logger()
 
 
 class _Told(NamedTuple):
-    """What the first rank tells: the answer, or reasons as in `WeightsRefused`; `whole`: no delta."""
+    """What the first rank tells: the answer, or reasons as in `WeightsRefused`.
+
+    `whole`: no delta, or a delta of which a rank sent nothing more; that rank would send no stream, either.
+    """
 
     outcome: WeightsLive | dict[str, str]
     whole: bool
@@ -125,7 +128,8 @@ class ShardedUpdate(Update):
             outcome = error.reasons if isinstance(error, WeightsRefused) else {"": str(error)}
             raise
         finally:
-            self._told = _Told(outcome, self._sent_whole())
+            stalled = isinstance(outcome, dict) and any(SPOOL_STALLED in why for why in outcome.values())
+            self._told = _Told(outcome, stalled or self._sent_whole())
             self._outcomes.put(self._told)
             try:
                 heard = await asyncio.wait_for(self._heard.get(), TELL_SECONDS)

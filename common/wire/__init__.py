@@ -111,6 +111,7 @@ from seer.common.wire.weights import SPOOL_BYTES as SPOOL_BYTES
 from seer.common.wire.weights import SPOOL_PART as SPOOL_PART
 from seer.common.wire.weights import SPOOL_SCHEME as SPOOL_SCHEME
 from seer.common.wire.weights import SPOOL_STALL_SECONDS as SPOOL_STALL_SECONDS
+from seer.common.wire.weights import SPOOL_STALLED as SPOOL_STALLED
 from seer.common.wire.weights import SPOOL_WINDOW as SPOOL_WINDOW
 from seer.common.wire.weights import SPOOL_WINDOW_BYTES as SPOOL_WINDOW_BYTES
 from seer.common.wire.weights import DiscardWeights as DiscardWeights

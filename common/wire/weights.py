@@ -28,6 +28,9 @@ SPOOL_WINDOW_BYTES = 2**25
 SPOOL_STALL_SECONDS = 30.0
 """An incomplete stream that does not grow for this long is given up."""
 
+SPOOL_STALLED = f"the trainer sent nothing for {SPOOL_STALL_SECONDS:g} s"
+"""Why it was, as readers hear: in all releases."""
+
 SPOOL_SCHEME = "spool:"
 """Prefix of a `source` of weights that is the name of a stream in the buffer's spool, not a folder."""
 

@@ -234,7 +234,7 @@ class Spool:
             wanted = wire.SPOOL_SCHEME + stream.name in needed
             stream.named, stream.inherited = stream.named or wanted, stream.inherited and not wanted
             if stream.have < stream.size and quiet:
-                await self._remove(stream, f"the trainer sent nothing for {wire.SPOOL_STALL_SECONDS:g} s")
+                await self._remove(stream, wire.SPOOL_STALLED)
             elif not wanted and (quiet or (stream.named and not stream.inherited)):
                 await self._remove(stream, "is no longer needed")
 
