@@ -80,7 +80,7 @@ def loaded(folder, rank, experts=False, holes=False):
 def with_holes(folder, found, rank):
     """Write a folder that has a share of another one, and no number elsewhere; return the share of its bytes."""
     file = folder / "model.safetensors"
-    part, content = shares([found], file, [rank])[rank], file.read_bytes()
+    part, content = shares([[found]], file, [rank])[rank], file.read_bytes()
     holed = bytearray(b"\xff" * len(content))
     for at, size in part.runs(0, part.size):
         holed[at : at + size] = content[at : at + size]

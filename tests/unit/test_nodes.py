@@ -314,7 +314,7 @@ async def with_shares(tmp_path, monkeypatch, followers=1):
         monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
         layout = layout_of(safetensors.stored(new))
         reads = [RankReads(0, layout, {"w": [(0, 2000, 4000, 2500)]}), RankReads(1, layout, {"w": [COLUMNS]})]
-        system.backend.meeting.reads = reads
+        system.backend.meeting.proofs = [reads]
         yield system, first, new
 
 
@@ -374,8 +374,8 @@ async def test_a_node_reads_the_slices_that_its_ranks_use_and_no_more(tmp_path, 
 async def test_nodes_have_shares_of_their_own_or_all(tmp_path, monkeypatch):
     async with with_shares(tmp_path, monkeypatch, followers=3) as (system, first, new):
         sent, whole, kept = sent_by(first, monkeypatch), (new / FILE).read_bytes(), []
-        rows, layout = (4000, 40_000, 0, 1), system.backend.meeting.reads[0].layout
-        system.backend.meeting.reads += [
+        rows, layout = (4000, 40_000, 0, 1), system.backend.meeting.proofs[0][0].layout
+        system.backend.meeting.proofs[0] += [
             RankReads(2, layout, {"w": [rows]}),
             RankReads(
                 2, layout, {"w": [(0, 8000, 0, 1)]}
@@ -409,7 +409,7 @@ async def test_a_share_of_which_a_part_came_before_the_update_was_cancelled_is_o
         await eventually(lambda: late != [])
         await system.buffer.send(wire.DiscardWeights(version=1, call_id=1))
         halves = [(0, 2000, 4000, 2500)]
-        system.backend.meeting.reads[1].slices["w"] = halves  # as of a load since
+        system.backend.meeting.proofs[0][1].slices["w"] = halves  # as of a load since
         system.backend.meanwhile = lambda: kept.append(
             (Path(system.backend.loaded[-1][1]) / FILE).read_bytes()
         )
@@ -443,19 +443,24 @@ async def test_slices_that_are_not_the_leaders_are_refused_by_name(tmp_path, mon
 
 async def test_a_stream_of_other_shapes_is_read_whole_and_so_is_one_of_unknown_reads(tmp_path, monkeypatch):
     async with with_shares(tmp_path, monkeypatch) as (system, first, new):
-        size, reads = (new / FILE).stat().st_size, system.backend.meeting.reads
+        size, [reads] = (new / FILE).stat().st_size, system.backend.meeting.proofs
         other_layout = [RankReads(each.node, "other", each.slices) for each in reads]
-        for version, known in enumerate(([], other_layout, [reads[0], other_layout[1]]), 1):
-            sent, system.backend.meeting.reads = sent_by(first, monkeypatch), known
+        for version, known in enumerate(([], [other_layout], [[reads[0], other_layout[1]]]), 1):
+            sent, system.backend.meeting.proofs = sent_by(first, monkeypatch), known
             prepared, loaded = await update(system, version, f"spool:{version}")
             assert (prepared.problem, loaded.problem) == ("", "")
             assert sent == {str(version): size}
             assert system.backend.digests[-1] == prepared.digest
             assert system.backend.meeting.prove  # so the load finds out
-        system.backend.meeting.reads = reads
+        system.backend.meeting.proofs = [other_layout, reads]
+        sent = sent_by(first, monkeypatch)
         await update(system, 4, "spool:4")
+        assert sum(sent.values()) < size
         assert not system.backend.meeting.prove
-        system.backend.meeting.reads, sent = None, sent_by(first, monkeypatch)  # as after a proof that failed
+        system.backend.meeting.proofs, sent = (
+            None,
+            sent_by(first, monkeypatch),
+        )  # as after a proof that failed
         await update(system, 5, "spool:5")
         assert sent == {"5": size}
         assert not system.backend.meeting.prove
@@ -466,7 +471,7 @@ async def test_slices_are_never_taken_for_the_whole(tmp_path, monkeypatch):
         sent = sent_by(first, monkeypatch, lambda message: isinstance(message, wire.DiscardWeights))
         await update(system, 1, "spool:x")
         assert len(sent) == 1
-        system.backend.meeting.reads = []  # the next question about the same stream is about all of it
+        system.backend.meeting.proofs = []  # the next question about the same stream is about all of it
         prepared, loaded = await update(system, 2, "spool:x")
         assert (prepared.problem, loaded.problem) == ("", "")
         assert sent["x"] == (new / FILE).stat().st_size
@@ -502,10 +507,10 @@ async def test_a_node_whose_slices_change_before_they_are_loaded_makes_no_weight
 
 async def test_slices_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch):
     async with with_shares(tmp_path, monkeypatch) as (system, *_):
-        system.backend.meeting.reads[1].slices["w"] = [(0, 10**9, 0, 1), (4, 1, 10**9, 2)]
+        system.backend.meeting.proofs[0][1].slices["w"] = [(0, 10**9, 0, 1), (4, 1, 10**9, 2)]
         prepared, _ = await update(system, 1, "spool:x")
         assert prepared.problem == ""  # more than the tensor has: all of it
-        system.backend.meeting.reads[1].slices["w"] = [(4, 1, 10**9, 2)]
+        system.backend.meeting.proofs[0][1].slices["w"] = [(4, 1, 10**9, 2)]
         prepared, _ = await update(system, 2, "spool:x")
         assert "cannot be read: has no 2 runs of 1 bytes" in prepared.problem
 

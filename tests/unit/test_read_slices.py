@@ -17,7 +17,7 @@ from safetensors.torch import safe_open, save_file  # noqa: E402
 
 from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.nodes.same_settings import Meeting  # noqa: E402
-from seer.services.engine.nodes.shares import RankReads, layout_of  # noqa: E402
+from seer.services.engine.nodes.shares import NotRun, RankReads, layout_of  # noqa: E402
 from seer.services.engine.vllm import read_slices  # noqa: E402
 from seer.services.engine.vllm.core import CoreHandle  # noqa: E402
 from seer.services.engine.vllm.read_slices import Recorder, proven  # noqa: E402
@@ -215,11 +215,28 @@ def failing_for_other_values(model, w):
 def test_of_a_load_that_reads_anything_unseen_nothing_is_known(weights, use, why):
     model = Model(use)
     try:
-        assert why in found(weights(MATRIX), use, model)
+        assert why in (proof := found(weights(MATRIX), use, model))
+        assert isinstance(proof, NotRun) == (use is failing_for_other_values)
         assert model.counts.loads == 2  # also where it fails, as other ranks may wait
     finally:
         if use is late:
             model.event.set()
+
+
+@pytest.mark.parametrize("lacking", [1, 2])  # as the first load is noted, or the second
+def test_a_proof_that_lacks_memory_finds_nothing(weights, monkeypatch, lacking):
+    factors, asked = read_slices._factors, []
+
+    def lack(device):
+        asked.append(device)
+        if len(asked) == lacking:
+            raise torch.OutOfMemoryError("no memory")
+        return factors(device)
+
+    monkeypatch.setattr(read_slices, "_factors", lack)
+    proof = found(weights(MATRIX), half)
+    assert isinstance(proof, NotRun)
+    assert proof == "no memory"
 
 
 class Hiding:
@@ -332,9 +349,9 @@ def test_what_ranks_read_of_a_stream_is_proved_if_it_is_not_known(ranks):
     ranks.meeting.prove = True
     assert ranks.lay_out() == []  # it is proved in the pause
     assert ranks.load(adapter=True) == ["seer_load_adapter"]
-    assert ranks.meeting.reads == []
+    assert ranks.meeting.proofs == []
     assert ranks.load() == ["seer_prove_reads"]
-    assert ranks.meeting.reads == ranks.proofs
+    assert ranks.meeting.proofs == [ranks.proofs]
     assert ranks.load() == ["seer_load_weights"]
     assert ranks.lay_out() == ["seer_lay_out"]
 
@@ -343,16 +360,39 @@ def test_once_it_is_not_proved_nodes_read_whole_streams_for_ever(ranks):
     ranks.meeting.prove = True
     ranks.proofs[1] = "reads what is not seen"
     assert ranks.load() == ["seer_prove_reads", "seer_load_weights"]  # on both ranks
-    assert ranks.meeting.reads is None
+    assert ranks.meeting.proofs is None
+
+
+def test_a_proof_that_cannot_run_is_tried_again_with_the_next_whole_stream_and_given_up_in_the_end(ranks):
+    known = ranks.proofs
+    for proofs in (
+        [known[0], NotRun("no memory")],
+        [NotRun("none")] * 2,
+        known,
+        *[[NotRun("none"), known[1]]] * 3,
+    ):
+        assert ranks.meeting.proofs is not None
+        ranks.meeting.prove, ranks.proofs = True, proofs
+        assert ranks.load() == ["seer_prove_reads", "seer_load_weights"][: 1 + (proofs is not known)]
+    assert ranks.meeting.proofs is None
+
+
+def test_what_was_proved_of_the_layout_before_is_known_too(ranks):
+    first, *_ = layouts = [[RankReads(node, layout, {}) for node in (0, 1)] for layout in "abc"]
+    for ranks.proofs in layouts:
+        ranks.meeting.prove = True
+        ranks.load()
+    assert ranks.meeting.proofs == [layouts[2], layouts[1]]
+    assert first not in ranks.meeting.proofs
 
 
 @pytest.mark.parametrize(("known", "then"), [("proofs", []), (None, None)])
 def test_after_a_load_that_failed_the_next_stream_is_read_whole_and_proved_again(ranks, known, then):
-    ranks.meeting.reads = ranks.proofs if known else None
+    ranks.meeting.proofs = [ranks.proofs] if known else None
     ranks.core.rpc = {}.pop
     with pytest.raises(EngineError, match="could not load"):
         ranks.core.load_weights([ranks.folder], "")
-    assert ranks.meeting.reads == then
+    assert ranks.meeting.proofs == then
 
 
 def test_a_folder_that_is_no_model_ends_a_load_before_it_begins(tmp_path):

@@ -37,7 +37,7 @@ def test_a_share_has_the_header_and_what_any_rank_of_the_node_reads(file):
     head, at, reads = of(
         file, (0, {"a": [other]}), (1, {"a": [rows], "b": [(0, 20, 0, 1)]}), (1, {"a": [rows, columns]})
     )
-    found = shares(reads, file, [1, 2])
+    found = shares([reads], file, [1, 2])
     expected = {(0, head, 0, 1), (at["a"] + 12, 12, 0, 1), (at["a"], 4, 12, 4), (at["b"], 20, 0, 1)}
     assert set(found[1].slices) == expected
     assert found[1].whole == file.stat().st_size
@@ -47,7 +47,7 @@ def test_a_share_has_the_header_and_what_any_rank_of_the_node_reads(file):
 def test_of_a_tensor_whose_slices_have_as_much_as_it_all_is_read(file):
     halves = [(0, 6, 12, 4), (6, 6, 12, 4)]
     head, at, reads = of(file, (1, {"a": halves[:1]}), (1, {"a": halves[1:]}))
-    assert shares(reads, file, [1])[1].slices == [(0, head, 0, 1), (at["a"], 48, 0, 1)]
+    assert shares([reads], file, [1])[1].slices == [(0, head, 0, 1), (at["a"], 48, 0, 1)]
 
 
 def test_a_tensor_of_many_short_runs_is_read_whole(tmp_path):
@@ -57,27 +57,28 @@ def test_a_tensor_of_many_short_runs_is_read_whole(tmp_path):
         part = (0, size, 1024, rows)
         head, at, reads = of(file, (1, {"a": [part]}))
         there = (at["a"], 2_048_000, 0, 1) if expected is None else (at["a"], *part[1:])
-        assert shares(reads, file, [1])[1].slices == [(0, head, 0, 1), there]
+        assert shares([reads], file, [1])[1].slices == [(0, head, 0, 1), there]
 
 
 def test_reads_of_other_tensors_or_that_differ_are_of_no_use(file):
     _, _, reads = of(file, (0, {}), (1, {}))
     assert shares([], file, [1]) is None
-    assert shares([reads[0], RankReads(1, "x", {})], file, [1]) is None
+    assert shares([[reads[0], RankReads(1, "x", {})]], file, [1]) is None
     for changed in (
         TENSORS | {"e": TENSORS["d"]}, TENSORS | {"a": TENSORS["a"].T.copy()}, TENSORS | {"b": TENSORS["b"].astype("i2")},
         {name: TENSORS[name] for name in "abc"},
     ):  # fmt: skip
         save_file(changed, file)
-        assert shares(reads, file, [1]) is None
+        assert shares([reads], file, [1]) is None
     save_file(dict(reversed(TENSORS.items())), file, {"step": "2"})
-    assert set(shares(reads, file, [1])) == {1}
+    for proofs in ([reads], [[RankReads(1, "of a head, too", {})], reads]):
+        assert set(shares(proofs, file, [1])) == {1}
 
 
 def test_their_number_is_bounded(file, monkeypatch):
     monkeypatch.setattr(module, "MAX_SLICES", 2)
     _, _, reads = of(file, (1, {"a": [(0, 2, 0, 1)]}), (2, {"a": [(0, 2, 0, 1), (4, 2, 0, 1)]}))
-    assert set(shares(reads, file, [1, 2])) == {1}  # the other one reads all
+    assert set(shares([reads], file, [1, 2])) == {1}  # the other one reads all
     assert 37 * MAX_SLICES <= 64 * 2**20  # a frame
 
 
@@ -86,4 +87,4 @@ def test_ranks_of_a_node_that_read_side_by_side_take_as_many_slices_as_one(file,
     ranks = [(1, {"a": [(2 * rank, 2, 12, 4)], "b": [(2 * rank, 2, 0, 1)]}) for rank in range(5)]
     head, at, reads = of(file, *ranks)
     expected = {(0, head, 0, 1), (at["a"], 10, 12, 4), (at["b"], 10, 0, 1)}
-    assert set(shares(reads, file, [1])[1].slices) == expected
+    assert set(shares([reads], file, [1])[1].slices) == expected

@@ -148,8 +148,8 @@ class Leader:
         self._streams, self._meeting.prove = {}, False
         if stream is not None:
             self._streams[stream.name] = stream
-            if inner_source(source) == source and self._meeting.reads is not None:  # no adapter, and no plan
-                questions |= await self._about_shares(question, stream, self._meeting.reads)
+            if inner_source(source) == source and self._meeting.proofs is not None:  # no adapter, and no plan
+                questions |= await self._about_shares(question, stream, self._meeting.proofs)
         answers = await self._ask(source, questions)
         self._asked = questions
         self._meeting.folders = [answer.folder for answer in answers]
@@ -171,7 +171,7 @@ class Leader:
             await self._hub.reply(node.address, wire.DiscardWeights(version=0, call_id=0))
 
     async def _about_shares(
-        self, question: wire.CheckWeights, stream: Blob, reads: Sequence[RankReads]
+        self, question: wire.CheckWeights, stream: Blob, proofs: Sequence[Sequence[RankReads]]
     ) -> dict[int, wire.CheckWeights]:
         """Return questions about the slices of a stream that nodes need, if that is known.
 
@@ -179,7 +179,7 @@ class Leader:
         """
         questions = {}
         try:
-            known = await asyncio.to_thread(shares, reads, stream.file, sorted(self._nodes))
+            known = await asyncio.to_thread(shares, proofs, stream.file, sorted(self._nodes))
             for rank, part in (known or {}).items():
                 name = f"part-{question.call_id}-{rank}"  # so no late answer is taken for one of another part
                 self._streams[name] = Blob(name, part.size, stream.folder, have=part.size, slices=part)

@@ -35,16 +35,18 @@ class Meeting:
     """Where the ranks of several nodes meet, and where each of the other nodes has the checked weights.
 
     `own`: this node's address for the others; `host`, `port`: those of rank 0's store, known once all have
-    joined. `folders`: of the nodes from 1 on. `reads`: what each rank reads of weights; empty: not known;
-    None: that cannot be known. `prove`: the load of what was checked last is to find it out.
+    joined. `folders`: of the nodes from 1 on. `proofs`: what each rank reads of weights, by layouts, the last
+    one first; None: that cannot be known. `prove`: the load of what was checked last is to find it out.
+    `not_run`: how often in a row that was tried, and could not be.
     """
 
     own: str
     host: str = ""
     port: int = 0
     folders: list[str] = field(default_factory=list)
-    reads: list[RankReads] | None = field(default_factory=list)
+    proofs: list[list[RankReads]] | None = field(default_factory=list)
     prove: bool = False
+    not_run: int = 0
 
 
 def check_nodes(engine: EngineConfig) -> None:

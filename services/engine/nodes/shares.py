@@ -45,19 +45,29 @@ class RankReads:
     slices: dict[str, list[Slice]]
 
 
+class NotRun(str):
+    """Why a proof of what a rank reads could not be made: the next one may."""
+
+    __slots__ = ()
+
+
 def layout_of(tensors: Iterable[Stored]) -> str:
     """Return a text that is equal for tensors of the same names, types and shapes."""
     described = sorted((each.name, each.dtype, each.shape) for each in tensors)
     return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
 
-def shares(reads: Sequence[RankReads], file: Path, nodes: Iterable[int]) -> dict[int, Slices] | None:
+def shares(
+    proofs: Sequence[Sequence[RankReads]], file: Path, nodes: Iterable[int]
+) -> dict[int, Slices] | None:
     """Return which slices of a file each of the `nodes` needs, or all, without an entry; None: not known.
 
-    Raises `OSError` or `ValueError`.
+    `proofs`: what all ranks read of weights, by layouts. Raises `OSError` or `ValueError`.
     """
     length, tensors = header(file)
-    if {each.layout for each in reads} != {layout_of(tensors)}:
+    layout = {layout_of(tensors)}
+    reads = next((proof for proof in proofs if {each.layout for each in proof} == layout), None)
+    if reads is None:
         return None
     found: dict[int, Slices] = {}
     for node in nodes:

@@ -26,6 +26,7 @@ from seer.common.process.memory_limit import free_bytes
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.nodes.same_settings import Meeting
+from seer.services.engine.nodes.shares import NotRun
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
 
 LAID_OUT_ROOM = 4
 """Free memory, in sizes of a model, to lay one out: that takes up to two, and other engines do so, too."""
+
+MAX_NOT_RUN = 3
+"""Proofs in a row that may fail to run, as for want of memory, before no other one is tried."""
+
+KEPT_PROOFS = 2
+"""An update may have the tensors of a draft head, or lack them."""
 
 USED = "used"
 """In place of the digest of what is laid out: it is live now, and what was live before takes its memory."""
@@ -360,8 +367,8 @@ class CoreHandle:
                 elif not (self._meeting.prove and self._prove(folders)):
                     self.rpc("seer_load_weights", folders=folders)
         except Exception as error:
-            if self._meeting.reads:
-                self._meeting.reads = []  # nodes read the next stream whole, and it is proved again
+            if self._meeting.proofs:
+                self._meeting.proofs = []  # nodes read the next stream whole, and it is proved again
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self._loaded()
 
@@ -370,11 +377,19 @@ class CoreHandle:
 
         This has the deadline of one load.
         """
-        found = self.rpc("seer_prove_reads", folders=folders)
-        if problems := [each for each in found if isinstance(each, str)]:
+        found, meeting = self.rpc("seer_prove_reads", folders=folders), self._meeting
+        meeting.prove = False
+        problems = [each for each in found if isinstance(each, str)]
+        if not problems:
+            meeting.proofs, meeting.not_run = [found, *(meeting.proofs or ())][:KEPT_PROOFS], 0
+            return True
+        meeting.not_run += 1
+        if meeting.not_run < MAX_NOT_RUN and all(isinstance(each, NotRun) for each in problems):
+            _log.warning("it is proved with the next whole stream what ranks read of one", why=problems)
+        else:
             _log.warning("every node copies all of each stream of weights from now on", why=problems)
-        self._meeting.reads, self._meeting.prove = None if problems else found, False
-        return not problems
+            meeting.proofs = None
+        return False
 
     def receive_weights(self, folders: Sequence[str], engine: str) -> None:
         """Load weights in place, by the plan in each node's folder, as the engine of this name.

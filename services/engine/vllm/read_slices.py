@@ -10,8 +10,9 @@ which are those of the proof (`layout_of`).
 Invariants (tests/unit/test_read_slices.py):
 - what is seen to be read counts: exactly, where it is a run or runs at equal distances, else as the whole
   tensor; what is noted of a tensor is bounded: `MAX_PARTS`;
-- of a load that reads anything else nothing is known, nor of one that differs each time, fails, or leaves a
-  tensor of the file in use.
+- of a load that reads anything else nothing is known, nor of one that differs each time, or leaves a tensor
+  of the file in use; nor of one that fails without what was not seen to be read: `NotRun`, it may have had
+  no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seer.common.slices import Slice, slice_of, whole
 from seer.common.weights.safetensors import stored
-from seer.services.engine.nodes.shares import RankReads, layout_of
+from seer.services.engine.nodes.shares import NotRun, RankReads, layout_of
 from seer.services.engine.vllm.drafts.head_config import is_heads
 
 if TYPE_CHECKING:
@@ -69,8 +70,10 @@ def proven(
         with _noted(model) as second:
             load(_without_unread(weights(), recorder, copies))
     except Exception as error:  # noqa: BLE001 - such values may provoke any
-        return f"a load without what was not seen to be read failed: {error}"
+        return NotRun(f"a load without what was not seen to be read failed: {error}")
     gc.collect()
+    if lacking := [each for each in first + second if isinstance(each, NotRun)]:
+        return lacking[0]
     if first != second:
         return "a load reads what is not seen, or differs each time"
     if not all(each.expired() for each in copies):
@@ -183,16 +186,19 @@ def _without_unread(tensors: Tensors, recorder: Recorder, copies: list[StorageWe
 def _sums(tensor: torch.Tensor) -> object:
     """Return sums of a tensor's bytes, each times a random number: others have the same once in 2**56.
 
-    Of a tensor that does not give its bytes, nothing equals what is returned.
+    Of a tensor that does not give its bytes, nothing equals what is returned; `NotRun`: for want of memory.
     """
     if tensor.is_meta or not tensor.numel():
         return []
-    with contextlib.suppress(Exception):  # of many kinds of tensors
+    try:
         as_it_lies = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         data = tensor.data.permute(as_it_lies).reshape(-1).contiguous().view(torch.uint8)
         factors = _factors(tensor.device)
         return torch.stack([(each * factors[: len(each)]).sum() for each in data.split(PIECE)]).tolist()
-    return object()
+    except torch.OutOfMemoryError as error:
+        return NotRun(error)
+    except Exception:  # noqa: BLE001 - of many kinds of tensors
+        return object()
 
 
 @functools.cache
