@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import safe_open, save_file  # noqa: E402
 
-from seer.common.errors import EngineError  # noqa: E402
+from seer.common.errors import EngineBroken, EngineError  # noqa: E402
 from seer.services.engine.nodes.same_settings import Meeting  # noqa: E402
 from seer.services.engine.nodes.shares import NotRun, RankReads, layout_of  # noqa: E402
 from seer.services.engine.vllm import read_slices  # noqa: E402
@@ -393,6 +393,23 @@ def test_after_a_load_that_failed_the_next_stream_is_read_whole_and_proved_again
     with pytest.raises(EngineError, match="could not load"):
         ranks.core.load_weights([ranks.folder], "")
     assert ranks.meeting.proofs == then
+
+
+def test_the_deadline_of_a_proof_is_that_of_two_loads_and_to_miss_it_ends_the_engine(ranks, monkeypatch):
+    deadlines = []
+
+    def late(method, timeout, kwargs):
+        deadlines.append((kwargs["method"], timeout))
+        raise TimeoutError("RPC call to seer_try timed out.")
+
+    ranks.core.__dict__.pop("rpc")
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    monkeypatch.setattr(CoreHandle, "engine_core", SimpleNamespace(vllm_config=config))
+    monkeypatch.setattr(CoreHandle, "_engine", SimpleNamespace(collective_rpc=late))
+    for ranks.meeting.prove in (True, False):  # vLLM would take what a rank answers late for the next call's
+        with pytest.raises(EngineBroken, match=r"within engine\.load_seconds = 1"):
+            ranks.core.load_weights([ranks.folder], "")
+    assert deadlines == [("seer_prove_reads", 2.0), ("seer_load_weights", 1.0)]
 
 
 def test_a_folder_that_is_no_model_ends_a_load_before_it_begins(tmp_path):

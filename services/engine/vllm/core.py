@@ -158,15 +158,23 @@ class CoreHandle:
             "scheduling": "asynchronous" if self.ahead else "synchronous",
         }
 
-    def rpc(self, method: str, **arguments: object) -> list[Any]:
+    def rpc(self, method: str, *, loads: int = 1, **arguments: object) -> list[Any]:
         """Call a method of `SeerWorker` on every rank; return their answers in rank order.
 
-        Raises `EngineError` if it failed on one of several ranks; what a rank alone raises is raised here.
+        The deadline is that of so many `loads`. Raises `EngineError` if it failed on one of several ranks,
+        `EngineBroken` if one is late; what a rank alone raises is raised here.
         """
-        call, seconds = self._engine.collective_rpc, self._rpc_seconds
+        call, seconds = self._engine.collective_rpc, loads * self._rpc_seconds
         if self.vllm_config.parallel_config.world_size == 1:
             return list(call(method, timeout=seconds, kwargs=arguments))
-        found = call("seer_try", timeout=seconds, kwargs={"method": method, "arguments": arguments})
+        try:
+            found = call("seer_try", timeout=seconds, kwargs={"method": method, "arguments": arguments})
+        except TimeoutError as error:  # vLLM would take late answers for those of the next call
+            limit = f"engine.load_seconds = {self._rpc_seconds:g}"
+            why = (
+                f"ranks of this engine did not end {method} within {limit}: the engine ends, and starts again"
+            )
+            raise EngineBroken(why) from error
         for _, problem in found:
             if problem:
                 raise EngineError(problem)
@@ -366,6 +374,8 @@ class CoreHandle:
                     self.rpc("seer_load_adapter", folders=folders)
                 elif not (self._meeting.prove and self._prove(folders)):
                     self.rpc("seer_load_weights", folders=folders)
+        except EngineBroken:
+            raise
         except Exception as error:
             if self._meeting.proofs:
                 self._meeting.proofs = []  # nodes read the next stream whole, and it is proved again
@@ -373,11 +383,8 @@ class CoreHandle:
         self._loaded()
 
     def _prove(self, folders: Sequence[str]) -> bool:
-        """Load weights, and find out what each rank reads of them; return whether both was done.
-
-        This has the deadline of one load.
-        """
-        found, meeting = self.rpc("seer_prove_reads", folders=folders), self._meeting
+        """Load weights, and find out what each rank reads of them; return whether both was done."""
+        found, meeting = self.rpc("seer_prove_reads", loads=2, folders=folders), self._meeting
         meeting.prove = False
         problems = [each for each in found if isinstance(each, str)]
         if not problems:
