@@ -135,12 +135,14 @@ class Driver(ABC):
     async def lay_out_weights(self, folder: Path | None, digest: str = "") -> None:
         """Prepare a load beside steps, and wait for that; without a folder: forget that, if it was done.
 
-        Raises nothing: a load does without, and a step finds what is broken.
+        Raises nothing but `EngineBroken`: a load does without, and a step finds what is broken.
         """
         try:
             await self.call(lambda: self._backend.lay_out_weights(folder, digest))
             while await self.call(self._backend.lays_out):  # noqa: ASYNC110 - a rank's thread tells nobody
                 await asyncio.sleep(LAY_OUT_SECONDS)
+        except EngineBroken:
+            raise
         except EngineError as error:
             _log.warning("weights are laid out in the pause", why=str(error))
 

@@ -263,6 +263,22 @@ async def test_what_cannot_be_laid_out_is_loaded_all_the_same(tmp_path):
         assert len(backend.loaded) == 1
 
 
+async def test_an_engine_that_breaks_while_weights_are_laid_out_ends(tmp_path):
+    model, backend = folder(tmp_path / "model", 1.0), Loading()
+
+    def late(*_):
+        raise EngineBroken("a rank is late")
+
+    backend.lay_out_weights = late
+    async with engine(backend=backend) as (buffer, server, running, _):
+        await buffer.run(0, new=500)
+        await eventually(lambda: bool(server.running))
+        await buffer.send(prepare(1, model))
+        await asyncio.wait([running])
+        assert kinds(buffer)[-1] == wire.Goodbye
+        assert isinstance(running.exception(), ExceptionGroup)
+
+
 async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_does_not_load(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     backend = Loading()

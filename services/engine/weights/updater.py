@@ -206,6 +206,8 @@ class WeightUpdater:
             # Where nothing runs, nobody waits for a shorter pause.
             if whole and not answer.problem and self._engine.running:
                 await self._lay_out(await self.checker.folder(order.source), found.digest)
+        except EngineBroken:
+            raise
         except SeerError as error:
             answer.problem = str(error)
         if answer.problem:
