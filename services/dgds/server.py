@@ -28,6 +28,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import dgds_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
+from seer.common.process.threads import until_ended
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.group_store import Delta, Store
 from seer.services.dgds.past_groups import PastGroups
@@ -226,9 +227,11 @@ class DgdsServer:
         past, path = self._past, self._file
         if past is None or path is None or past.changes == self._saved:
             return
-        self._saved = past.changes
+        changes = past.changes
         try:
-            await asyncio.to_thread(past_groups_file.save, path, self._shared, list(past.items()))
+            # The end of this process saves once more: two at once would write into one file.
+            await until_ended(past_groups_file.save, path, self._shared, list(past.items()))
+            self._saved = changes
         except ConfigError as error:
             self._log.warning("the groups of this run are not saved", error=str(error))
             self._file = None
