@@ -31,6 +31,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import buffer_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
+from seer.common.process.tasks import serve_until
 from seer.services.buffer import rights, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
@@ -211,28 +212,28 @@ class BufferServer:
             self._kept.close()
 
     async def _serve(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            serving = [
-                tasks.create_task(task)
-                for task in (
-                    self._serve_trainers(),
-                    self._engines.serve(),
-                    self._serve_estimates(),
-                    self._events.serve(),
-                    self._engines.outbox.run(),
-                    self._out.to_trainers.run(),
-                    self._publish(),
-                    self._tick(),
-                    self._spool.run(),
-                    self._images.run(),
-                    self._desk.run(),
-                    self._desk.watch_lag(),
-                )
-            ]
-            await self.conductor.drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(
+            self._drained(),
+            self._serve_trainers(),
+            self._engines.serve(),
+            self._serve_estimates(),
+            self._events.serve(),
+            self._engines.outbox.run(),
+            self._out.to_trainers.run(),
+            self._publish(),
+            self._tick(),
+            self._spool.run(),
+            self._images.run(),
+            self._desk.run(),
+            self._desk.watch_lag(),
+        )
         self._log.info("served", **self._sockets())
+
+    async def _drained(self) -> None:
+        """Wait for the end, and until all who read have been told what led to it."""
+        await self.conductor.drained.wait()
+        await self._out.to_trainers.flush()
+        await self._engines.outbox.flush()
 
     def drain(self) -> None:
         """Begin nothing new; `run` returns once all groups that were begun are finished and acknowledged."""

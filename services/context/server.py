@@ -21,6 +21,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
+from seer.common.process.tasks import serve_until
 from seer.services.context.context_machine import EstimateMachine
 
 BATCH = 500
@@ -79,13 +80,7 @@ class ContextServer:
 
     async def run(self) -> None:
         """Serve until drained."""
-        async with asyncio.TaskGroup() as tasks:
-            serving = [
-                tasks.create_task(task) for task in (self._follow(), self._publish(), self._estimates.serve())
-            ]
-            await self._drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(self._drained.wait(), self._follow(), self._publish(), self._estimates.serve())
         self._log.info("served", **self._estimates.counters, **self.machine.error.summary())
 
     def _status(self) -> wire.ServiceStatus:

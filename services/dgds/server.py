@@ -28,6 +28,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import dgds_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
+from seer.common.process.tasks import serve_until
 from seer.common.process.threads import until_ended
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.group_store import Delta, Store
@@ -111,11 +112,7 @@ class DgdsServer:
 
     async def run(self) -> None:
         """Serve until drained."""
-        async with asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(task) for task in (self._serve(), self._sweep(), self._keep_saved())]
-            await self._drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(self._drained.wait(), self._serve(), self._sweep(), self._keep_saved())
         self.store.remember_all()
         await self._save()
         self._log.info("served", **self._hub.counters)

@@ -14,6 +14,7 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
+from seer.common.net import outbox
 from seer.common.net.identity import HELLO_FIRST, Identity
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
@@ -446,6 +447,23 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
         await engine.end(chunk, [7])
         await asyncio.sleep(BRIEF)
         assert await trainer.hear(wire.Message) == []
+
+
+async def test_a_buffer_that_has_drained_tells_everyone_what_its_last_event_led_to(monkeypatch):
+    monkeypatch.setattr(outbox, "FAIR_EVERY", 1)
+    world = World()
+    config = Config(buffer=BufferConfig(engine_wait_seconds=5.0))
+    server = BufferServer(config, MemoryTransport(world.network), LoopClock())
+    await server.start()
+    running = asyncio.create_task(server.run())
+    trainers = [await Trainer(world.network, name, 1).connect() for name in ("t", "u", "v")]
+    engine = await world.engine()
+    for trainer in trainers:
+        await trainer.submit("p")
+    server.drain()
+    await engine.say(wire.Goodbye())
+    await asyncio.wait_for(running, 10)
+    assert [[said.code for said in await each.hear(wire.Refused)] for each in trainers] == [["failed"]] * 3
 
 
 # --- estimates -------------------------------------------------------------------------------
