@@ -100,11 +100,6 @@ class Hub(Generic[Out, In]):
         """Seconds since this Hub was made."""
         return asyncio.get_running_loop().time() - self._started
 
-    @property
-    def endpoint(self) -> str:
-        """Where it is bound, with the real port."""
-        return self._router.endpoint
-
     async def recv(self) -> tuple[bytes, In]:
         """Return the next message and its sender's address.
 
