@@ -112,8 +112,8 @@ class BufferServer:
             settings.images,
             settings.image_bytes,
             clock,
-            arrived=self._image_arrived,
-            stalled=self._images_stalled,
+            arrived=lambda name: self.conductor.apply(events.ImageArrived(name)),
+            stalled=lambda groups, why: self.conductor.apply(events.ImagesStalled(groups, why)),
         )
         self._out = Outgoing()
         self.conductor = Conductor(
@@ -179,8 +179,8 @@ class BufferServer:
 
     def _status_desk(self) -> StatusDesk:
         sources = Sources(
-            self.me,
-            self._services(),
+            me=self.me,
+            services=self._services(),
             stats=self._engines.stats,
             incarnations=self._engines.incarnations,
             counters=ChainMap(self._images.counters, self.conductor.conversations.counters),
@@ -240,12 +240,6 @@ class BufferServer:
         self.conductor.drain()
 
     # --- sockets to events ---------------------------------------------------------------
-
-    def _image_arrived(self, name: str) -> None:
-        self.conductor.apply(events.ImageArrived(name))
-
-    def _images_stalled(self, groups: list[str], why: str) -> None:
-        self.conductor.apply(events.ImagesStalled(groups, why))
 
     async def _serve_trainers(self) -> None:
         while True:
