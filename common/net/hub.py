@@ -270,6 +270,8 @@ class Hub(Generic[Out, In]):
                 f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
                 f" {hello.major}.{hello.minor}: run one version of seer-rollout everywhere"
             )
+        if not hello.name:
+            return f"{hello.role[:_SHOWN]!r} comes to {self._me.name} without a name: give it one of its own"
         if self._roles is not None and hello.role not in self._roles:
             admitted = ", ".join(sorted(self._roles))
             return (

@@ -506,3 +506,16 @@ async def test_a_large_submission_lets_others_have_their_turns_and_is_judged_as_
         assert [sorted(part) for part in parts] == [list("abcdef")]
         status = await trainer.status()
         assert status.requests_waiting + status.requests_running == 6
+
+
+async def test_an_engine_without_a_name_is_not_let_in():
+    """The empty name stands for no engine."""
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.stranger("")
+        (refused,) = await engine.hear(wire.Refused)
+        assert "without a name" in refused.message
+        await engine.register()
+        await trainer.submit("p")
+        await trainer.say(wire.Cancel(rollout_id="r"))
+        await engine.say(wire.Goodbye())
+        assert await trainer.engines() == []
