@@ -264,10 +264,10 @@ class GroupRegistry:
         return group
 
     def _accept(self, rollout: RolloutState, prompt_ids: list[str], out: Out) -> None:
-        if prompt_ids:
+        for start in range(0, len(prompt_ids), wire.MAX_PROMPTS):  # more may be held, and fit no message
             accepted = wire.Accepted(
                 rollout_id=rollout.rollout_id,
-                prompt_ids=prompt_ids,
+                prompt_ids=prompt_ids[start : start + wire.MAX_PROMPTS],
                 submission=rollout.submission,
                 weight_version=rollout.weight_version,
             )
