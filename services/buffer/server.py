@@ -20,10 +20,10 @@ from pathlib import Path
 from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, RequestRefused, SeerError
 from seer.common.net.hub import Hub
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
@@ -86,12 +86,7 @@ class BufferServer:
             unfinished_tokens=unfinished_bytes // TOKEN_BYTES,
             shares=settings.shares,
         )
-        self.me = Identity(
-            role="buffer",
-            name="buffer",
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        self.me = this_process("buffer", "buffer", config)
         header = Header(
             version=__version__,
             incarnation=self.me.incarnation,

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import Config, DgdsConfig, shared_hash
+from seer.common.config import Config, DgdsConfig
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.net.hub import Hub
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import dgds_bounds
@@ -90,9 +90,8 @@ class DgdsServer:
         self.store = Store(max_tokens, TTL_SECONDS, self._past)
         self._transport = transport
         self._clock = clock
-        self._shared = shared_hash(config.shared)
-        incarnation = ids.new_incarnation()
-        self._me = Identity(role="dgds", name=name, incarnation=incarnation, config_hash=self._shared)
+        self._me = this_process("dgds", name, config)
+        self._shared = self._me.config_hash
         self._log = get_logger()
         self._drained = asyncio.Event()
 

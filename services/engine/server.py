@@ -24,12 +24,12 @@ import os
 
 from msgspec import structs
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import EngineError, InvalidField, NotLoaded, SeerError, Unreachable, Unsampleable
 from seer.common.net.channel import Channel
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import port_environment
@@ -110,12 +110,7 @@ class EngineServer:
         self._model = config.shared.model
         self._clock = clock
         self._log = get_logger()
-        me = Identity(
-            role="engine",
-            name=settings.name or new_name(load_keys(config.security)),
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        me = this_process("engine", settings.name or new_name(load_keys(config.security)), config)
         inline = settings.backend == "replay"
         self._driver: Driver = InlineDriver(backend, self, clock) if inline else ThreadDriver(backend, self)
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
