@@ -17,7 +17,11 @@ from seer.common.errors import ConfigError, Unreachable
 ANSWER_SECONDS = 3.0
 """Deadline of the master's answer over HTTP; it takes about a millisecond."""
 
-_SAMPLE = re.compile(r'^(?P<name>\w+)(?:\{segment="(?P<segment>[^"]*)"\})? (?P<value>[0-9.e+]+)$', re.M)
+_SAMPLE = re.compile(
+    r'^(?P<name>\w+)(?:\{segment="(?P<segment>[^"]*)"\})?'
+    r" (?P<value>[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[+-]?[0-9]{1,2})?)$",
+    re.M,
+)
 """A line in Prometheus' text format; of labels only `segment` is read."""
 
 

@@ -137,7 +137,8 @@ def _check(name: str, header: _Header) -> None:
         for each in header.tensors
         if each.dtype in _TYPES
         and len(each.shape) <= MAX_DIMENSIONS
-        and all(0 <= length <= MAX_IMAGE_BYTES for length in each.shape)
+        and min(each.shape, default=0) >= 0
+        and math.prod(length or 1 for length in each.shape) <= MAX_IMAGE_BYTES  # numpy has a bound, too
     }
     if len(known) != len(header.tensors) or not 1 <= len(known) <= MAX_TENSORS:
         fix = f"describe 1 to {MAX_TENSORS} tensors of float32 or int64, each once"

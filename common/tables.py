@@ -60,7 +60,7 @@ def put(whole: type, table: dict[str, Any], dotted: str, text: str, source: str)
     inner: Any = table
     for section in sections:
         kind = fields(kind)[section].type
-        inner = inner.setdefault(section, {})
+        inner = inner.setdefault(section, {}) if isinstance(inner, dict) else None
         if not _is_section(kind):
             raise ConfigError(f"{source}: {section} is a setting, which has no {key}")
     if _is_section(fields(kind)[key].type):

@@ -5,7 +5,7 @@ from seer.common.policy.placement import stay_or_least_loaded
 from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.holdings import ALL, Holdings
 from seer.services.buffer.requests.request_machine import RequestMachine
-from seer.services.buffer.requests.state import GroupState
+from seer.services.buffer.requests.state import GroupState, Limits
 from seer.services.buffer.statistics import Statistics
 
 
@@ -86,7 +86,7 @@ def check_trajectories(registry: GroupRegistry) -> None:
 
 def check_holdings(registry: GroupRegistry, unfinished: list[GroupState]) -> None:
     """What each trainer holds is what its groups and trajectories say."""
-    counted = Holdings({})
+    counted = Holdings(Limits(None))
     for group in unfinished:
         counted.add(group.rollout.share, requests=group.size, tokens=group.held)
     for group in registry.finished.values():

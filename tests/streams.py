@@ -45,7 +45,6 @@ class Publisher:
 
     async def stop(self):
         self.task.cancel()
-        self.stream.close()
         await self.transport.close()
 
 
@@ -63,7 +62,8 @@ class Follower:
         self.task = asyncio.create_task(self.follow())
 
     async def follow(self):
-        async for message in self.stream:
+        while True:
+            message = await self.stream.recv()
             self.kinds.append(type(message).__name__)
             if isinstance(message, ContextSnapshot):
                 self.state = message.estimates

@@ -100,11 +100,6 @@ class Hub(Generic[Out, In]):
         """Seconds since this Hub was made."""
         return asyncio.get_running_loop().time() - self._started
 
-    @property
-    def endpoint(self) -> str:
-        """Where it is bound, with the real port."""
-        return self._router.endpoint
-
     async def recv(self) -> tuple[bytes, In]:
         """Return the next message and its sender's address.
 
@@ -275,6 +270,8 @@ class Hub(Generic[Out, In]):
                 f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
                 f" {hello.major}.{hello.minor}: run one version of seer-rollout everywhere"
             )
+        if not hello.name:
+            return f"{hello.role[:_SHOWN]!r} comes to {self._me.name} without a name: give it one of its own"
         if self._roles is not None and hello.role not in self._roles:
             admitted = ", ".join(sorted(self._roles))
             return (

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from seer.common.config import Config, shared_hash
 from seer.common.errors import InvalidField, RequestRefused, SeerError, error_class
+from seer.common.ids import new_incarnation
 from seer.common.wire import Hello, Refused
 from seer.common.wire.codec import SCHEMA_HASH
 from seer.common.wire.version import MAJOR, MINOR
@@ -53,6 +55,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             incarnation=self.incarnation,
             sent=sent,
         )
+
+
+def this_process(role: str, name: str, config: Config) -> Identity:
+    """Return who a process is that has just started, and runs with this configuration."""
+    return Identity(
+        role=role, name=name, incarnation=new_incarnation(), config_hash=shared_hash(config.shared)
+    )
 
 
 def error_of(refused: Refused) -> SeerError:

@@ -82,6 +82,11 @@ class Outbox(Generic[Out]):
         queue.messages.append((session, frames, size))
         queue.size += size
 
+    async def flush(self) -> None:
+        """Wait until `run` has sent all that waits, except for peers whose sockets are full."""
+        while not self.idle:  # noqa: ASYNC110 - `run` is sending: it ends within a few turns
+            await asyncio.sleep(0)
+
     async def run(self) -> None:
         """Send until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -16,7 +16,7 @@ While a snapshot is fetched, the SUB socket's own queue holds the deltas.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar, cast
 
 from msgspec import structs
@@ -126,11 +126,6 @@ class StreamPublisher(Generic[P, S]):
             tasks.create_task(self._answer())
             tasks.create_task(self._send_beacons())
 
-    def close(self) -> None:
-        """Close both sockets; idempotent."""
-        self._publisher.close()
-        self._hub.close()
-
     def _number(self) -> list[Frame]:
         return encode(Sequenced(incarnation=self._incarnation, sequence=self._sequence))
 
@@ -201,12 +196,6 @@ class StreamSubscriber(Generic[P, S]):
         self._retired: dict[int, float] = {}
         self._warned: set[str] = set()
 
-    def __aiter__(self) -> AsyncIterator[S | P]:
-        return self
-
-    async def __anext__(self) -> S | P:
-        return await self.recv()
-
     async def recv(self) -> S | P:
         """Return a snapshot, which replaces all state, or the next delta.
 
@@ -223,11 +212,6 @@ class StreamSubscriber(Generic[P, S]):
         self._start_from(snapshot)
         self.counters["snapshots"] += 1
         return snapshot
-
-    def close(self) -> None:
-        """Close the socket; idempotent."""
-        if self._socket is not None:
-            self._socket.close()
 
     def _follow(self, frames: list[Frame]) -> P | None:
         """Return the delta if it is the next one; request a snapshot when something is missing."""

@@ -12,7 +12,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -40,10 +39,13 @@ from seer.services.buffer.images.image_machine import ImageMachine
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.chunk_file import Output
 from seer.services.buffer.log.kept_chunks import KeptChunks
+from seer.services.buffer.log.writer import LogWriter
+from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.response_store import Store, SubmittedPrompt
 from seer.services.buffer.run_ahead import RunAhead
+from seer.services.buffer.statistics import Statistics
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer waits for trainers to acknowledge the last results."""
@@ -74,37 +76,8 @@ class Submitted:
     share: str = ""
 
 
-class Recipients(Protocol):
-    """Takes messages for others; queues them, and never waits. See `outgoing.Outgoing`."""
-
-    def engine(self, name: str, message: wire.BufferToEngine) -> None:
-        """Send to an engine."""
-
-    def trainer(self, name: str, message: wire.BufferToTrainer) -> None:
-        """Send to a trainer."""
-
-    def incarnation(self, address: bytes, message: wire.BufferToTrainer) -> None:
-        """Send to this incarnation of a trainer only."""
-
-    def keeps_up(self, address: bytes) -> bool:
-        """Return whether this incarnation of a trainer is connected and reads what it is sent."""
-
-    def publish(self, message: wire.BufferPublished) -> None:
-        """Send to the context service."""
-
-    def forget_engine(self, name: str) -> None:
-        """Take nothing more from an engine that is given up before it registers again."""
-
-
-class Observer(Protocol):
-    """Is told of every event, and of the instructions that the machines returned."""
-
-    def record(self, now: float, event: Event, out: Sequence[Instruction]) -> None:
-        """Note what happened at `now`."""
-
-
 class Conductor:
-    """Messages go to `out`; `observers` are told of all that happens.
+    """Messages go to `out`; `observers` are told of every event, and what the machines answered it with.
 
     `log_position` returns where the log's next row will be (`LogWriter.position`).
     `drained` is set once `drain` was called and all groups that were begun are finished and acknowledged.
@@ -119,8 +92,8 @@ class Conductor:
         images: ImageMachine,
         silence_seconds: float,
         lease_seconds: float,
-        out: Recipients,
-        observers: Sequence[Observer] = (),
+        out: Outgoing,
+        observers: Sequence[LogWriter | Statistics] = (),
         log_position: Callable[[], str] = str,
     ) -> None:
         self._clock = clock
@@ -198,17 +171,14 @@ class Conductor:
         here = [name for name in names if name in self.machine.engines]
         for name in here:
             self._log_loss(name, why)
-        self._remove(here, died=died)
+        self.engines_left(here, died=died)
 
     def _log_loss(self, name: str, why: str) -> None:
         self._log.warning("engine lost", engine=name, why=why)
         self._out.forget_engine(name)
 
-    def engine_left(self, name: str, *, died: bool = False) -> None:
-        """Remove an engine that sent `Goodbye`; `died`: because it failed."""
-        self._remove([name], died=died)
-
-    def _remove(self, names: Sequence[str], *, died: bool) -> None:
+    def engines_left(self, names: Sequence[str], *, died: bool = False) -> None:
+        """Remove engines, as one that sent `Goodbye`; `died`: because they failed."""
         for name in names:
             self._engines.forget(name)
         if names:

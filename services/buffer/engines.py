@@ -111,7 +111,7 @@ class EngineConnections:
                 self._images.put(self.hub.reply, address, message)
             case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
-                self._conductor.engine_left(name, died=bool(message.problem))
+                self._conductor.engines_left([name], died=bool(message.problem))
 
     def _register(self, name: str, address: bytes, register: wire.Register) -> None:
         try:

@@ -72,6 +72,9 @@ class Peers:
     def hello(self, address: bytes, hello: Hello, now: float) -> bytes | None:
         """Note a `Hello`; return which other address holds its name, None if `address` holds it now."""
         peer = self._peers.get(address)
+        if peer is not None and peer.name != hello.name:  # addresses have no more than a name's beginning
+            self.remove(address)
+            peer = None
         first = peer is None
         peer = peer or _Peer(hello.name, hello.incarnation, now, now)
         peer.last_hello, peer.hellos = now, peer.hellos + 1

@@ -20,10 +20,10 @@ from pathlib import Path
 from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, RequestRefused, SeerError
 from seer.common.net.hub import Hub
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
@@ -31,6 +31,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import buffer_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
+from seer.common.process.tasks import serve_until
 from seer.services.buffer import rights, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
@@ -85,12 +86,7 @@ class BufferServer:
             unfinished_tokens=unfinished_bytes // TOKEN_BYTES,
             shares=settings.shares,
         )
-        self.me = Identity(
-            role="buffer",
-            name="buffer",
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        self.me = this_process("buffer", "buffer", config)
         header = Header(
             version=__version__,
             incarnation=self.me.incarnation,
@@ -111,8 +107,8 @@ class BufferServer:
             settings.images,
             settings.image_bytes,
             clock,
-            arrived=self._image_arrived,
-            stalled=self._images_stalled,
+            arrived=lambda name: self.conductor.apply(events.ImageArrived(name)),
+            stalled=lambda groups, why: self.conductor.apply(events.ImagesStalled(groups, why)),
         )
         self._out = Outgoing()
         self.conductor = Conductor(
@@ -178,8 +174,8 @@ class BufferServer:
 
     def _status_desk(self) -> StatusDesk:
         sources = Sources(
-            self.me,
-            self._services(),
+            me=self.me,
+            services=self._services(),
             stats=self._engines.stats,
             incarnations=self._engines.incarnations,
             counters=ChainMap(self._images.counters, self.conductor.conversations.counters),
@@ -211,40 +207,34 @@ class BufferServer:
             self._kept.close()
 
     async def _serve(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            serving = [
-                tasks.create_task(task)
-                for task in (
-                    self._serve_trainers(),
-                    self._engines.serve(),
-                    self._serve_estimates(),
-                    self._events.serve(),
-                    self._engines.outbox.run(),
-                    self._out.to_trainers.run(),
-                    self._publish(),
-                    self._tick(),
-                    self._spool.run(),
-                    self._images.run(),
-                    self._desk.run(),
-                    self._desk.watch_lag(),
-                )
-            ]
-            await self.conductor.drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(
+            self._drained(),
+            self._serve_trainers(),
+            self._engines.serve(),
+            self._serve_estimates(),
+            self._events.serve(),
+            self._engines.outbox.run(),
+            self._out.to_trainers.run(),
+            self._publish(),
+            self._tick(),
+            self._spool.run(),
+            self._images.run(),
+            self._desk.run(),
+            self._desk.watch_lag(),
+        )
         self._log.info("served", **self._sockets())
+
+    async def _drained(self) -> None:
+        """Wait for the end, and until all who read have been told what led to it."""
+        await self.conductor.drained.wait()
+        await self._out.to_trainers.flush()
+        await self._engines.outbox.flush()
 
     def drain(self) -> None:
         """Begin nothing new; `run` returns once all groups that were begun are finished and acknowledged."""
         self.conductor.drain()
 
     # --- sockets to events ---------------------------------------------------------------
-
-    def _image_arrived(self, name: str) -> None:
-        self.conductor.apply(events.ImageArrived(name))
-
-    def _images_stalled(self, groups: list[str], why: str) -> None:
-        self.conductor.apply(events.ImagesStalled(groups, why))
 
     async def _serve_trainers(self) -> None:
         while True:

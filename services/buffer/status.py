@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from seer import __version__
 from seer.common import wire
@@ -60,24 +61,18 @@ class LoopLag:
         return self._rising[0][1] if self._rising else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """What the rest of the buffer knows: by engine, statistics and incarnations so far; and more."""
 
-    def __init__(
-        self,
-        me: Identity,
-        services: dict[str, str],
-        *,
-        stats: Mapping[str, InstanceStats],
-        incarnations: Mapping[str, int],
-        counters: Mapping[str, int],
-        uptime: Callable[[], float],
-        sockets: Callable[[], Mapping[str, Mapping[str, int]]],
-        outages: Callable[[], Mapping[str, Outage | None]],
-    ) -> None:
-        self.me, self.services = me, services
-        self.stats, self.incarnations, self.counters = stats, incarnations, counters
-        self.uptime, self.sockets, self.outages = uptime, sockets, outages
+    me: Identity
+    services: dict[str, str]
+    stats: Mapping[str, InstanceStats]
+    incarnations: Mapping[str, int]
+    counters: Mapping[str, int]
+    uptime: Callable[[], float]
+    sockets: Callable[[], Mapping[str, Mapping[str, int]]]
+    outages: Callable[[], Mapping[str, Outage | None]]
 
 
 class StatusDesk:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import ConfigError
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
+from seer.common.process.tasks import serve_until
 from seer.services.context.context_machine import EstimateMachine
 
 BATCH = 500
@@ -50,12 +51,7 @@ class ContextServer:
         self._at = config.endpoints
         self._transport = transport
         self._clock = clock
-        self._me = Identity(
-            role="context",
-            name="context",
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        self._me = this_process("context", "context", config)
         self._log = get_logger()
         self._changed, self._drained = asyncio.Event(), asyncio.Event()
 
@@ -79,13 +75,7 @@ class ContextServer:
 
     async def run(self) -> None:
         """Serve until drained."""
-        async with asyncio.TaskGroup() as tasks:
-            serving = [
-                tasks.create_task(task) for task in (self._follow(), self._publish(), self._estimates.serve())
-            ]
-            await self._drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(self._drained.wait(), self._follow(), self._publish(), self._estimates.serve())
         self._log.info("served", **self._estimates.counters, **self.machine.error.summary())
 
     def _status(self) -> wire.ServiceStatus:

@@ -29,7 +29,7 @@ Entries = list[tuple[int, tuple[bytes, ...]]]
 def save(path: Path, shared: str, entries: Sequence[tuple[int, tuple[bytes, ...]]]) -> None:
     """Write `entries`; `shared` is the `shared_hash` of the configuration. Raises `ConfigError`."""
     body = msgspec.msgpack.encode((shared, entries))
-    new = path.with_name(f"{path.name}.new")
+    new = Path(f"{path}.new")
     try:
         if path.exists() and not _ours(path):
             raise _problem(path, "not a file of Seer's; give the dgds a file of its own")

@@ -17,17 +17,19 @@ from pathlib import Path
 
 import numpy as np
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import Config, DgdsConfig, shared_hash
+from seer.common.config import Config, DgdsConfig
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.net.hub import Hub
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.process.memory_bounds import dgds_bounds
 from seer.common.process.memory_limit import bounds, limit_bytes
+from seer.common.process.tasks import serve_until
+from seer.common.process.threads import until_ended
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.group_store import Delta, Store
 from seer.services.dgds.past_groups import PastGroups
@@ -88,9 +90,8 @@ class DgdsServer:
         self.store = Store(max_tokens, TTL_SECONDS, self._past)
         self._transport = transport
         self._clock = clock
-        self._shared = shared_hash(config.shared)
-        incarnation = ids.new_incarnation()
-        self._me = Identity(role="dgds", name=name, incarnation=incarnation, config_hash=self._shared)
+        self._me = this_process("dgds", name, config)
+        self._shared = self._me.config_hash
         self._log = get_logger()
         self._drained = asyncio.Event()
 
@@ -110,11 +111,7 @@ class DgdsServer:
 
     async def run(self) -> None:
         """Serve until drained."""
-        async with asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(task) for task in (self._serve(), self._sweep(), self._keep_saved())]
-            await self._drained.wait()
-            for task in serving:
-                task.cancel()
+        await serve_until(self._drained.wait(), self._serve(), self._sweep(), self._keep_saved())
         self.store.remember_all()
         await self._save()
         self._log.info("served", **self._hub.counters)
@@ -226,9 +223,11 @@ class DgdsServer:
         past, path = self._past, self._file
         if past is None or path is None or past.changes == self._saved:
             return
-        self._saved = past.changes
+        changes = past.changes
         try:
-            await asyncio.to_thread(past_groups_file.save, path, self._shared, list(past.items()))
+            # The end of this process saves once more: two at once would write into one file.
+            await until_ended(past_groups_file.save, path, self._shared, list(past.items()))
+            self._saved = changes
         except ConfigError as error:
             self._log.warning("the groups of this run are not saved", error=str(error))
             self._file = None

@@ -24,16 +24,17 @@ import os
 
 from msgspec import structs
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import EngineError, InvalidField, NotLoaded, SeerError, Unreachable, Unsampleable
 from seer.common.net.channel import Channel
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.transport.base import Transport
 from seer.common.pool_metrics import port_environment
 from seer.common.process.log import get_logger
+from seer.common.process.tasks import serve_until
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.best_speed import Pace
@@ -109,12 +110,7 @@ class EngineServer:
         self._model = config.shared.model
         self._clock = clock
         self._log = get_logger()
-        me = Identity(
-            role="engine",
-            name=settings.name or new_name(load_keys(config.security)),
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        me = this_process("engine", settings.name or new_name(load_keys(config.security)), config)
         inline = settings.backend == "replay"
         self._driver: Driver = InlineDriver(backend, self, clock) if inline else ThreadDriver(backend, self)
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
@@ -180,32 +176,27 @@ class EngineServer:
 
     async def run(self) -> None:
         """Serve until drained. Raises the error that made the engine fail."""
+        others = [each.run() for each in (self.sharing, self._nodes) if each is not None]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                serving = [
-                    tasks.create_task(task)
-                    for task in (
-                        self._receive(),
-                        self._send(),
-                        self._report(),
-                        self._pace_streams(),
-                        self._images.run(),
-                        self._updater.run(),
-                        self._peers.run(),
-                        self._driver.run(),
-                        self.dgds.run(),
-                    )
-                ]
-                if self.sharing is not None:
-                    serving.append(tasks.create_task(self.sharing.run()))
-                if self._nodes is not None:
-                    serving.append(tasks.create_task(self._nodes.run()))
-                await self._leaving.wait()
-                await self._leaving.hand_back(self.running, self._drop_chunk)
-                for task in serving:
-                    task.cancel()
+            await serve_until(
+                self._left(),
+                self._receive(),
+                self._send(),
+                self._report(),
+                self._pace_streams(),
+                self._images.run(),
+                self._updater.run(),
+                self._peers.run(),
+                self._driver.run(),
+                self.dgds.run(),
+                *others,
+            )
         finally:
             await self._leave()
+
+    async def _left(self) -> None:
+        await self._leaving.wait()
+        await self._leaving.hand_back(self.running, self._drop_chunk)
 
     def drain(self) -> None:
         """Hand back what the chunks have so far, and let `run` return."""

@@ -255,7 +255,7 @@ class BufferModel(RuleBasedStateMachine):
                 )
             )  # fmt: skip
             latest = registry.trajectories.latest.get(key, "")
-            full = registry.holdings.room(rollout.share, self.machine.limits.max_requests) <= 0
+            full = registry.holdings.room(rollout.share) <= 0
             assert (
                 latest == group.group_id
                 or group.group_id not in registry.groups  # it was held, or refused

@@ -107,6 +107,7 @@ FLOAT = np.zeros(2, np.float32).tobytes()
         (["image", [["a", "F32", [3]]]], FLOAT, "another number of bytes"),
         (["image", [["a", "F32", [2**40]]]], FLOAT, "describe 1 to"),
         (["image", [["a", "F32", [0, 2**62]]]], b"", "describe 1 to"),
+        (["image", [["a", "F32", [0, 2**26, 2**26, 2**26]]]], b"", "describe 1 to"),
         (["image", [["a", "F32", [1] * (MAX_DIMENSIONS + 1)]]], FLOAT[:4], "describe 1 to"),
         (["image", [["a", "F32", [-2, -1]]]], FLOAT, "describe 1 to"),
         (["image", [["a", "BF16", [4]]]], FLOAT, "describe 1 to"),

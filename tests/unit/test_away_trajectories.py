@@ -7,7 +7,7 @@ from seer.common import wire
 from seer.common.policy.length import Estimate
 from seer.common.types import TurnSpec
 from seer.services.buffer.requests.holdings import Holdings
-from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
+from seer.services.buffer.requests.state import GroupState, Limits, RequestState, RolloutState
 from seer.services.buffer.requests.turn_placement import Trajectories
 
 ESTIMATE = Estimate(50.0)
@@ -31,7 +31,7 @@ def finish(group, generated=5, instance="a"):
 @pytest.fixture
 def trajectories():
     """One is away after its turn `r/1`, the submission 3, since time 1."""
-    made = Trajectories(Holdings({}))
+    made = Trajectories(Holdings(Limits(None)))
     away(made, turn("1", submission=3))
     return made
 
@@ -143,7 +143,7 @@ def test_nothing_is_repeated_under_another_turn_that_waits_or_is_open(trajectori
 
 @pytest.mark.parametrize("room", [False, True])
 def test_a_repeated_turn_of_a_forgotten_trajectory_is_awaited_if_there_is_room(room):
-    trajectories = Trajectories(Holdings({}))
+    trajectories = Trajectories(Holdings(Limits(None)))
     out = repeat(trajectories, finish(turn("1")), room=room)
     assert trajectories._holdings.all.requests == room
     assert len(out) == 2 * room

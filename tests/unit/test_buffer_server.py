@@ -14,6 +14,7 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
+from seer.common.net import outbox
 from seer.common.net.identity import HELLO_FIRST, Identity
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
@@ -448,6 +449,23 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
         assert await trainer.hear(wire.Message) == []
 
 
+async def test_a_buffer_that_has_drained_tells_everyone_what_its_last_event_led_to(monkeypatch):
+    monkeypatch.setattr(outbox, "FAIR_EVERY", 1)
+    world = World()
+    config = Config(buffer=BufferConfig(engine_wait_seconds=5.0))
+    server = BufferServer(config, MemoryTransport(world.network), LoopClock())
+    await server.start()
+    running = asyncio.create_task(server.run())
+    trainers = [await Trainer(world.network, name, 1).connect() for name in ("t", "u", "v")]
+    engine = await world.engine()
+    for trainer in trainers:
+        await trainer.submit("p")
+    server.drain()
+    await engine.say(wire.Goodbye())
+    await asyncio.wait_for(running, 10)
+    assert [[said.code for said in await each.hear(wire.Refused)] for each in trainers] == [["failed"]] * 3
+
+
 # --- estimates -------------------------------------------------------------------------------
 
 
@@ -488,3 +506,16 @@ async def test_a_large_submission_lets_others_have_their_turns_and_is_judged_as_
         assert [sorted(part) for part in parts] == [list("abcdef")]
         status = await trainer.status()
         assert status.requests_waiting + status.requests_running == 6
+
+
+async def test_an_engine_without_a_name_is_not_let_in():
+    """The empty name stands for no engine."""
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.stranger("")
+        (refused,) = await engine.hear(wire.Refused)
+        assert "without a name" in refused.message
+        await engine.register()
+        await trainer.submit("p")
+        await trainer.say(wire.Cancel(rollout_id="r"))
+        await engine.say(wire.Goodbye())
+        assert await trainer.engines() == []

@@ -238,10 +238,9 @@ def test_long_names_give_valid_and_distinct_addresses():
 async def test_a_handshake_over_tcp():
     async with asyncio.timeout(30):
         transport = ZmqTransport()
-        hub = Hub(
-            await transport.router("tcp://127.0.0.1:0"), identity("buffer", "buffer"), EngineToBuffer, True
-        )
-        client = Channel(transport, hub.endpoint, identity(), BufferToEngine, LoopClock())
+        router = await transport.router("tcp://127.0.0.1:0")
+        hub = Hub(router, identity("buffer", "buffer"), EngineToBuffer, True)
+        client = Channel(transport, router.endpoint, identity(), BufferToEngine, LoopClock())
         opening = asyncio.create_task(client.open(20))
         address, hello = await hub.recv()
         assert isinstance(hello, Hello)

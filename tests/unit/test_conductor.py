@@ -185,7 +185,7 @@ def oversleep(world):
 @pytest.mark.parametrize(
     "leave",
     [
-        lambda world: world.conductor.engine_left("a"),
+        lambda world: world.conductor.engines_left(["a"]),
         lambda world: world.conductor.give_up(["a"], "a test says so"),
         silence,
         oversleep,
@@ -374,7 +374,7 @@ def test_a_draining_conductor_stays_until_engines_have_loaded():
 def test_an_engine_that_was_dropped_is_lost_once():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.engine_left("a")
+    world.conductor.engines_left(["a"])
     world.conductor.received_from_engine("a")
     world.conductor.give_up(["a"], "silent")
     assert world.lost == []
@@ -461,7 +461,7 @@ def test_a_prompt_with_images_waits_for_its_engine_to_come_back():
     world.submit(images=[PLACED])
     [(name, _)] = world.take(wire.RunChunk)
     assert name == "new"
-    world.conductor.engine_left("new")
+    world.conductor.engines_left(["new"])
     assert not world.take(wire.RunChunk | wire.Refused)
     world.conductor.join("new", WITH_IMAGES, 3)
     assert [name for name, _ in world.take(wire.RunChunk)] == ["new"]

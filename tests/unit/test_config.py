@@ -58,6 +58,11 @@ def test_a_bad_file_is_named_with_key_and_fix(file, text, says):
         load(file(text))
 
 
+def test_a_setting_in_a_sections_place_is_named_though_one_of_its_keys_is_given_elsewhere(file):
+    with pytest.raises(ConfigError, match=r"Expected `object`, got `int` - at `\$.engine`"):
+        load(file("engine = 3\n"), {}, ["engine.replay.vocab_size=7"])
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.toml: .*give a readable TOML file"):
         load(tmp_path / "nowhere.toml")

@@ -71,8 +71,8 @@ class Served:
         )  # fmt: skip
 
         async def listen():
-            async for news in subscriber:
-                heard.append(news)  # noqa: PERF401 - it is read meanwhile
+            while True:
+                heard.append(await subscriber.recv())
 
         self.tasks.append(asyncio.create_task(listen()))
         return heard

@@ -1,6 +1,7 @@
 """Fetches large and small, groups spread over several dgds, and what earlier groups left."""
 
 import asyncio
+import threading
 
 import pytest
 from dgds_system import GROUP, array, system
@@ -302,6 +303,34 @@ async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
         assert past_groups_file.load(path, server._shared) == [(prompt, (bytes(pack(array(7))),))]
         if incarnation == 1:
             path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.real_time
+async def test_a_dgds_that_is_drained_while_it_saves_saves_what_came_since_after_that(tmp_path, monkeypatch):
+    saving, may_go_on, save = threading.Event(), threading.Event(), past_groups_file.save
+
+    def slow(path, shared, entries):
+        if not saving.is_set():
+            saving.set()
+            may_go_on.wait(10)
+        save(path, shared, entries)
+
+    monkeypatch.setattr(dgds_server, "SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(past_groups_file, "save", slow)
+    path = tmp_path / "memory"
+    config = Config(dgds=DgdsConfig(remember_tokens=10**6, remember_path=str(path)))
+    server = make(config, MemoryTransport(MemoryNetwork()), LoopClock())
+    await server.start()
+    server.store.restore(1, (b"abc",))
+    running = asyncio.create_task(server.run())
+    assert await asyncio.to_thread(saving.wait, 10)
+    server.store.restore(2, (b"def",))
+    server.drain()
+    await asyncio.sleep(0.1)
+    may_go_on.set()
+    await running
+    await asyncio.sleep(0.1)
+    assert past_groups_file.load(path, server._shared) == [(1, (b"abc",)), (2, (b"def",))]
 
 
 @pytest.mark.real_time

@@ -1,5 +1,7 @@
 """The dgds's memory of earlier groups, the file that keeps it, and how tokens are packed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -191,7 +193,8 @@ def test_another_programs_file_is_neither_read_nor_overwritten(tmp_path):
         with pytest.raises(ConfigError, match="not a file of Seer's"):
             use()
     assert path.read_bytes() == b"years of work"
-    with pytest.raises(ConfigError, match="name a file"):
-        past_groups_file.save(tmp_path / "none" / "memory", "model", ENTRIES)
+    for no_file in (tmp_path / "none" / "memory", Path("/"), Path()):
+        with pytest.raises(ConfigError, match="name a file"):
+            past_groups_file.save(no_file, "model", ENTRIES)
     with pytest.raises(ConfigError, match="name a file"):
         past_groups_file.load(tmp_path, "model")

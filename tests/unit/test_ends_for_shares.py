@@ -12,6 +12,7 @@ from seer.services.buffer.events import Tick
 from seer.services.buffer.requests import events
 from seer.services.buffer.requests.holdings import Holdings
 from seer.services.buffer.requests.instructions import Dispatch
+from seer.services.buffer.requests.state import Limits
 
 
 def flooded(**limits):
@@ -97,7 +98,7 @@ def test_no_trainer_is_ended_that_would_be_first_then():
 
 
 def test_a_restored_machine_drops_the_same_of_two_that_have_as_much():
-    holdings = [Holdings({}), Holdings({})]
+    holdings = [Holdings(Limits(None)), Holdings(Limits(None))]
     for made, names in zip(holdings, ("uv", "vu"), strict=True):
         for name in names:
             made.add(name, requests=1, tokens=5, results=7)

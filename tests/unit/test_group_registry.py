@@ -23,6 +23,15 @@ def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
     check(machine)
 
 
+def test_more_prompts_than_fit_a_message_are_accepted_in_several(monkeypatch):
+    machine = make(engines=())
+    for names in (("p", "q"), ("s", "u"), ("v",)):
+        submit(machine, *names)
+    monkeypatch.setattr(wire, "MAX_PROMPTS", 2)
+    out = machine.apply(orders.joined("a", CAPACITY), 1.0)
+    assert [item.prompt_ids for item in pick(out, wire.Accepted)] == [["p", "q"], ["s", "u"], ["v"]]
+
+
 def test_a_full_trainer_keeps_no_other_one_out_until_all_are_full():
     machine = make(engines=(), max_requests=6)
     (refused,) = pick(submit(machine, "p", "q", "s", "u", trainer="t-1", share="t"), wire.Refused)

@@ -1,6 +1,7 @@
 """The buffer's images on a real disk: cut, damaged, sent twice, lost, found again; and a disk that fails."""
 
 import asyncio
+import struct
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -10,7 +11,7 @@ from virtual_time import VIRTUAL
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError
-from seer.common.prepared_image import make
+from seer.common.prepared_image import make, name_of
 from seer.common.types import MAX_IMAGE_BYTES
 from seer.services.buffer.images.image_folder import NAME, ImageFolder
 from seer.services.buffer.images.image_server import _MAX_QUEUED, ImageServer
@@ -151,6 +152,15 @@ async def test_other_bytes_under_a_name_are_refused_and_sent_anew(tmp_path):
         assert not world.arrived
         assert not files(tmp_path)
         assert (await world.send(prepared)).have == prepared.size
+
+
+async def test_a_shape_that_no_array_can_have_costs_that_one_image(tmp_path):
+    async with running(tmp_path) as world:
+        text = b'["image",[["a","I64",[0,67108864,67108864,67108864]]]]  '
+        data = np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8)
+        said = await world.ask(wire.ImageData(name=name_of(data), size=len(data), offset=0, data=data))
+        assert "describe 1 to" in said.problem
+        assert (await world.send(LARGE)).problem == ""
 
 
 async def test_another_size_or_no_name_is_refused(tmp_path):

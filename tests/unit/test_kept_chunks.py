@@ -332,6 +332,20 @@ def test_what_was_offered_is_given_whatever_becomes_of_the_file(tmp_path):
     assert len(kept.restore("r/p")[0][0]) == 14
 
 
+def test_what_was_offered_is_given_after_a_long_while_though_the_group_waits_in_another_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kept_module, "FILE_BYTES", 1)
+    written(tmp_path)
+    kept = begun(tmp_path)
+    assert kept.offer("r", "p", ASKED, PROMPT) is not None
+    kept.open("r", "p")
+    kept.tick(100.0)
+    assert len(kept.restore("r/p")[0][0]) == 14
+    kept.forget("r/p")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_offered_and_refused_is_dropped(tmp_path):
     written(tmp_path)
     kept = begun(tmp_path)

@@ -327,6 +327,18 @@ def test_incarnations_of_one_millisecond_are_taken_as_they_come():
     assert known.address_of("e") == hello("e", first + 3)[0]
 
 
+def test_names_that_begin_alike_and_share_an_address_take_turns_there():
+    known = Peers()
+    (address, its), (same, other) = hello("e" * 300, 1), hello("e" * 300 + "x", 1)
+    assert address == same, "an address has the beginning of a name"
+    known.hello(address, its, 0.0)
+    known.hello(address, other, 1.0)
+    assert (known.name_of(address), known.address_of(its.name)) == (other.name, None)
+    known.remove(address)
+    later, again = hello(other.name, LATER)
+    assert known.hello(later, again, 2.0) is None
+
+
 def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     known = Peers()

@@ -159,7 +159,8 @@ FIGURES = PoolFigures(
 
 def test_figures_are_read() -> None:
     assert read_figures(METRICS) == FIGURES
-    assert read_figures("<html>") == PoolFigures()
+    for none in ("<html>", *(f"master_key_count {value}" for value in ("1.2.3", "e", "1e+999", "9" * 400))):
+        assert read_figures(none) == PoolFigures()
 
 
 @contextlib.asynccontextmanager

@@ -272,7 +272,7 @@ def machine_of(requests):
             view = groups[name].view(number, index)
             view.generated = 1000 + index
             rows[view.request_id] = state.RequestState(view, groups[name])
-    registry = SimpleNamespace(trajectories=Trajectories(Holdings({})))
+    registry = SimpleNamespace(trajectories=Trajectories(Holdings(state.Limits(None))))
     return SimpleNamespace(groups=groups, requests=rows, registry=registry)
 
 

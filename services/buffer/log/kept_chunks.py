@@ -316,7 +316,7 @@ class KeptChunks:
 
     def _delete_unneeded(self, rollout_id: str) -> None:
         files = self._files.get(rollout_id, [])
-        for file in [file for file in files if not file.live and not file.earlier]:
+        for file in [file for file in files if not (file.live or file.earlier or file.offered)]:
             files.remove(file)
             self._delete(file)
         if not files:

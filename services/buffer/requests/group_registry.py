@@ -60,7 +60,7 @@ class GroupRegistry:
         self.groups: dict[str, GroupState] = {}
         self.held: dict[str, GroupState] = {}  # in order of arrival
         self.finished: dict[str, GroupState] = {}  # in the order in which they finished
-        self.holdings = Holdings(limits.shares)
+        self.holdings = Holdings(limits)
         self.trajectories = Trajectories(self.holdings)
         self.weight_version = 0
         self.weights_digest = self.weights_by = ""
@@ -93,7 +93,7 @@ class GroupRegistry:
             group.submission = event.submission
             if group.held_since is None:
                 accepted.append(group.prompt_id)
-                self.trajectories.repeated(group, now, out, room=self._room(rollout.share) > 0)
+                self.trajectories.repeated(group, now, out, room=self.holdings.room(rollout.share) > 0)
             if group.done:
                 out.append(Deliver(event.address, group.group_id))
         opened = self._admit(rollout, event, new, now, out) if new else []
@@ -159,7 +159,7 @@ class GroupRegistry:
         self, rollout: RolloutState, event: GroupsSubmitted, new: list[GroupSpec], now: float, out: Out
     ) -> list[GroupState]:
         """Hold new groups, or return them to be opened; refuse those that cannot be accepted."""
-        room = self._room(rollout.share)
+        room = self.holdings.room(rollout.share)
         opened: list[GroupState] = []
         problems: dict[str, list[GroupSpec]] = {}
         for spec in new:
@@ -172,7 +172,7 @@ class GroupRegistry:
             )  # fmt: skip
             counted = self.trajectories.counted(group)
             full = room < event.n and not counted
-            problem = self._too_many(rollout.share) if full else self._problem_of(group)
+            problem = self.holdings.too_many(rollout.share) if full else self._problem_of(group)
             if problem:
                 problems.setdefault(problem, []).append(spec)
                 continue
@@ -247,12 +247,6 @@ class GroupRegistry:
     def _unexpected(self, group: GroupState) -> str:
         return f"expects weight version {group.awaits}, and {self._live}: update, or expect that version"
 
-    def _room(self, share: str) -> int:
-        return self.holdings.room(share, self._limits.max_requests)
-
-    def _too_many(self, share: str) -> str:
-        return self.holdings.too_many(share, self._limits.max_requests)
-
     def _add(self, group: GroupState, out: Out) -> None:
         rollout = group.rollout
         self.rollouts[rollout.rollout_id] = rollout
@@ -270,10 +264,10 @@ class GroupRegistry:
         return group
 
     def _accept(self, rollout: RolloutState, prompt_ids: list[str], out: Out) -> None:
-        if prompt_ids:
+        for start in range(0, len(prompt_ids), wire.MAX_PROMPTS):  # more may be held, and fit no message
             accepted = wire.Accepted(
                 rollout_id=rollout.rollout_id,
-                prompt_ids=prompt_ids,
+                prompt_ids=prompt_ids[start : start + wire.MAX_PROMPTS],
                 submission=rollout.submission,
                 weight_version=rollout.weight_version,
             )
@@ -400,11 +394,9 @@ class GroupRegistry:
                 group.rollout.failed = True
                 self.remove(group, out)
 
-    def _refuse(
-        self, event: GroupsSubmitted, specs: list[GroupSpec], message: str, out: Out, code: str = "refused"
-    ) -> None:
+    def _refuse(self, event: GroupsSubmitted, specs: list[GroupSpec], message: str, out: Out) -> None:
         none = {spec.prompt_id: 0 for spec in specs}
-        self._send_refusal(event.address, event.rollout_id, none, code, message, event.submission, out)
+        self._send_refusal(event.address, event.rollout_id, none, "refused", message, event.submission, out)
 
     def _send_refusal(
         self,

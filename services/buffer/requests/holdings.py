@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from seer.services.buffer.requests.state import Limits
+
 ALL = 4
 """All trainers' requests together are at most so many times those that one may have."""
 
@@ -32,12 +34,12 @@ class Holding:
 
 
 class Holdings:
-    """`all`: of all trainers; `of`: by trainer, of those that hold anything. `shares`: their weights."""
+    """`all`: of all trainers; `of`: by trainer, of those that hold anything."""
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.all = Holding()
         self.of: dict[str, Holding] = {}
-        self._shares = shares
+        self._shares, self._most_requests = limits.shares, limits.max_requests
 
     def add(self, trainer: str, requests: int = 0, tokens: int = 0, results: int = 0) -> None:
         """Add to what a trainer holds; negative numbers take away."""
@@ -47,14 +49,14 @@ class Holdings:
         if not (mine.requests or mine.tokens or mine.results):
             del self.of[trainer]
 
-    def room(self, trainer: str, most: int) -> int:
-        """Return how many more requests a trainer may have, where one may have `most`."""
-        mine = self.of.get(trainer)
-        return min(most - (mine.requests if mine else 0), ALL * most - self.all.requests)
+    def room(self, trainer: str) -> int:
+        """Return how many more requests a trainer may have."""
+        mine, most = self.of.get(trainer) or Holding(), self._most_requests
+        return min(most - mine.requests, ALL * most - self.all.requests)
 
-    def too_many(self, trainer: str, most: int) -> str:
+    def too_many(self, trainer: str) -> str:
         """Return why a trainer that has no room is refused."""
-        mine = self.of.get(trainer) or Holding()
+        mine, most = self.of.get(trainer) or Holding(), self._most_requests
         if self.all.requests - mine.requests > (ALL - 1) * most:
             whose, held, bound = "all trainers", self.all.requests, ALL * most
         else:

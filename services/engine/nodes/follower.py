@@ -18,13 +18,13 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seer.common import ids, wire
+from seer.common import wire
 from seer.common.blobs import FILE
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
+from seer.common.config import Config
 from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.net.channel import Channel
-from seer.common.net.identity import Identity
+from seer.common.net.identity import this_process
 from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
@@ -55,12 +55,7 @@ class Follower:
         self._config, self._clock, self._ranks = config, clock, ranks
         self._meeting = meeting(settings)
         name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
-        me = Identity(
-            role="node",
-            name=f"{name}-{settings.node_rank}",
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        me = this_process("node", f"{name}-{settings.node_rank}", config)
         self._leader: Channel[wire.NodeToLeader, wire.LeaderToNode] = Channel(
             # Nodes of one engine have its key.
             transport,
