@@ -12,6 +12,7 @@ from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import PROCESS
 
 from seer.client import RolloutClient, SamplingParams
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig, ReplayConfig, SharedConfig
 from seer.common.net.keys import ANYONE, User
@@ -158,6 +159,24 @@ async def roll(client, number=0, **options):
     versions = {(group.weight_version, group.weights_digest) for group in groups}
     assert len(versions) == 1
     return [r.token_ids.tolist() for group in groups for r in group.responses], versions.pop()
+
+
+def parts_sent(cluster, *, damaged=False):
+    """Note which parts of streams reach the spool, as (name, offset); of `damaged` ones, one is lost instead."""
+    spool, sent = cluster.services["buffer"]._spool, []
+    put = spool.put
+
+    def noting(reply, address, message, *trainer):
+        if isinstance(message, wire.SpoolData):
+            sent.append((message.name, message.offset))
+            if damaged and len(sent) in (2, 5, 11):
+                message.checksum ^= 1
+            if damaged and len(sent) == 7:
+                return
+        put(reply, address, message, *trainer)
+
+    spool.put = noting
+    return sent
 
 
 def leave_no_room_for_deltas(cluster):

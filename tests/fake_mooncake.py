@@ -3,23 +3,15 @@
 import ctypes
 import re
 import threading
-import time
 
 import torch
+from living import wait_for
 
 from seer.services.engine.vllm.kv_pool.block_copies import KvRegions
 from seer.services.engine.vllm.kv_pool.guarded_store import GuardedStore, StoreSettings
 
 PATIENCE_SECONDS = 30.0
 """Bound on what a test waits for; nothing that works takes nearly as long."""
-
-
-def until(condition):
-    """Wait until something is so."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "waited for in vain"
-        time.sleep(0.002)
 
 
 def flip(key, value):
@@ -156,7 +148,7 @@ class Engine:
         self.store.use_namespace(namespace)
         if attach:
             self.store.attach(KvRegions(self.kv.items()), sum(self.STARTS.values()))
-            until(lambda: self.calls.connected or pool.refuse)
+            wait_for(lambda: self.calls.connected or pool.refuse)
 
     @property
     def calls(self):

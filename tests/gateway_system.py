@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import pytest
 
 MODEL = Path(__file__).parents[1] / "examples" / "countdown" / "model"
 SEER = (sys.executable, "-m", "seer.cli.main")
@@ -119,6 +120,13 @@ def wait_for(condition: Callable[[], object], system: GatewaySystem, seconds: fl
 def other(system: GatewaySystem, name: str) -> httpx.AsyncClient:
     """A client of all routes of the gateway `name`."""
     return httpx.AsyncClient(base_url=system.urls[name]["control"], timeout=120)
+
+
+@pytest.fixture
+async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of all routes of the gateway "gateway"."""
+    async with other(system, "gateway") as client:
+        yield client
 
 
 async def ok(response: Any) -> dict[str, Any]:

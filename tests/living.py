@@ -1,5 +1,6 @@
 """Which processes live, and waiting for what they do."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,17 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that the main thread of a process started, in order, and that run."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split() if alive(int(child))]
+
+
+def resident(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def living(folder: Path) -> list[str]:
@@ -31,4 +43,4 @@ def wait_for(holds: Callable[[], object], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+        time.sleep(0.005)

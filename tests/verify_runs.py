@@ -1,4 +1,4 @@
-"""Runs `seer verify` as a user does, and judges what its report says of cells."""
+"""Runs `seer verify` as a user does, or in this process, and judges what its report says of cells."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from seer.cli.main import main
 
 
 def verify(folder: Path, prompts: Path, model: Path, *options: object) -> tuple[int, dict[str, Any], str]:
@@ -19,6 +24,27 @@ def verify(folder: Path, prompts: Path, model: Path, *options: object) -> tuple[
     )
     assert out.exists(), done.stderr
     return done.returncode, json.loads(out.read_text()), done.stdout
+
+
+def write_prompts(folder: Path, count: int) -> Path:
+    path = folder / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(1, i + 3))} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path, 3)
+
+
+def replayed(prompts: Path, *options: object) -> tuple[Result, dict[str, Any]]:
+    """Verify on the replay backend; return what the command said, and its report, empty if there is none."""
+    out = prompts.parent / "report.json"
+    usual = "--backend replay -n 4 --set engine.replay.step_seconds=0.0005"
+    command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
+    result = CliRunner().invoke(main, command)
+    return result, json.loads(out.read_text()) if out.exists() else {}
 
 
 def check_faulty(cell: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from virtual_time import eventually
 
 from chaos import disks, network
 from chaos.expected import difference
@@ -26,12 +27,6 @@ def bound(net, name):
     return opened
 
 
-async def until(true):
-    async with asyncio.timeout(SECONDS):
-        while not true():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.usefixtures("namespaces")
 async def test_a_network_cuts_the_way_it_is_told_to_and_no_other():
     net = network.Network()
@@ -44,7 +39,7 @@ async def test_a_network_cuts_the_way_it_is_told_to_and_no_other():
         async def arrives(sender, receiver):
             net.counters.clear()
             await loop.sock_sendto(peers[sender], b"x", (net.address(receiver), 5000))
-            await until(lambda: net.counters["packets"] == 1)
+            await eventually(lambda: net.counters["packets"] == 1)
             if net.counters["cut"]:
                 return False
             return await asyncio.wait_for(loop.sock_recv(peers[receiver], 10), SECONDS) == b"x"
@@ -74,7 +69,7 @@ async def test_a_poor_network_loses_its_share():
         sender, receiver = bound(net, "a"), bound(net, "b")
         for count in range(1, 201):
             await asyncio.get_running_loop().sock_sendto(sender, b"x", (net.address("b"), 5000))
-            await until(lambda count=count: net.counters["packets"] == count)
+            await eventually(lambda count=count: net.counters["packets"] == count)
         for peer in (sender, receiver):
             peer.close()
         assert 60 < net.counters["lost"] < 140

@@ -12,7 +12,6 @@ from seer.client import LoraAdapter, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.weights.digest import digest_of_folder
-from seer.services.engine.weights.holders import Buffer
 
 pytestmark = VIRTUAL
 
@@ -44,12 +43,6 @@ def model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Cluster, "config", with_model)
     return base
-
-
-@pytest.fixture(params=["same machine", "other machines"])
-def machines(request, monkeypatch):
-    if request.param == "other machines":
-        monkeypatch.setattr(Buffer, "here", staticmethod(lambda state: False))
 
 
 async def test_an_adapter_has_a_version_and_a_digest_as_weights_have(model, machines):

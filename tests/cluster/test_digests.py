@@ -15,9 +15,8 @@ from seer.common.config import BufferConfig, SharedConfig
 from seer.common.net.identity import CHECK_SECONDS
 from seer.common.weights.digest import BLAKE3, digest_of_folder
 from seer.services.buffer.weights.weights_machine import WeightsMachine
-from seer.services.engine.weights.holders import Buffer
 
-pytestmark = VIRTUAL
+pytestmark = [VIRTUAL, pytest.mark.usefixtures("elsewhere")]
 
 BLAKE2B = ""
 TAGS = pytest.mark.parametrize("tag", [BLAKE3, BLAKE2B], ids=["blake3", "blake2b"])
@@ -41,11 +40,6 @@ def folder(path, tensors, **files):
     for name, text in files.items():
         (path / f"{name}.json").write_text(text)
     return path
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch):
-    monkeypatch.setattr(Buffer, "here", lambda self, state: False)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cluster_harness import leave_no_room_for_deltas, roll, running
+from cluster_harness import leave_no_room_for_deltas, parts_sent, roll, running
 from made_up_ranks import MadeUpRanks, in_one_loop, on_each
 from virtual_time import VIRTUAL, eventually
 
@@ -15,7 +15,6 @@ from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
 from seer.services.buffer.weights import spool_delta
-from seer.services.engine.weights.holders import Buffer
 
 pytestmark = VIRTUAL
 
@@ -52,10 +51,7 @@ async def ended(tasks):
     return [task.exception() or task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("here", [True, False], ids=["same machine", "other machines"])
-async def test_it_is_as_good_as_one_rank_that_sends_all(monkeypatch, here):
-    if not here:
-        monkeypatch.setattr(Buffer, "here", lambda self, state: False)
+async def test_it_is_as_good_as_one_rank_that_sends_all(machines):
     async with running(engines=2) as cluster, trainer(cluster, 3) as clients:
         plain = await clients[0].update_weights(1, tensors(1.0))
         first, second, third = await ended(updates(clients, 2, tensors(1.0)))
@@ -78,19 +74,7 @@ async def test_more_ranks_than_tensors(monkeypatch):
 
 async def test_what_is_lost_or_damaged_is_sent_again():
     async with running(engines=2) as cluster, trainer(cluster, 2) as clients:
-        spool, sent = cluster.services["buffer"]._spool, []
-        put = spool.put
-
-        def damaging(reply, address, message, *trainer):
-            if isinstance(message, wire.SpoolData):
-                sent.append((message.name, message.offset))
-                if len(sent) in (2, 5, 11):
-                    message.checksum ^= 1
-                if len(sent) == 7:
-                    return
-            put(reply, address, message, *trainer)
-
-        spool.put = damaging
+        sent = parts_sent(cluster, damaged=True)
         found = await ended(updates(clients, 1, tensors(1.0)))
         assert {each.digest for each in found} == {TensorStream(tensors(1.0)).digest()}
         assert len(sent) > len(set(sent))
@@ -98,15 +82,7 @@ async def test_what_is_lost_or_damaged_is_sent_again():
 
 async def test_what_arrives_is_sent_once():
     async with running(engines=1) as cluster, trainer(cluster, 2) as clients:
-        spool, sent = cluster.services["buffer"]._spool, []
-        put = spool.put
-
-        def noting(reply, address, message, *trainer):
-            if isinstance(message, wire.SpoolData):
-                sent.append((message.name, message.offset))
-            put(reply, address, message, *trainer)
-
-        spool.put = noting
+        sent = parts_sent(cluster)
         await ended(updates(clients, 1, tensors(1.0)))
         assert len(sent) == len(set(sent)) > 2 * wire.SPOOL_WINDOW
 

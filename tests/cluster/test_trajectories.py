@@ -363,17 +363,17 @@ async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
         await eventually(lambda: len(away(cluster)) == 1)
 
 
+async def slow(trajectory):
+    for _ in range(3):
+        await trajectory.generate()
+        await asyncio.sleep(5.0)
+
+
 async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
     async with (
         running(buffer=BufferConfig(chunk_size=32, max_requests=12)) as cluster,
         cluster.client() as client,
     ):
-
-        async def slow(trajectory):
-            for _ in range(3):
-                await trajectory.generate()
-                await asyncio.sleep(5.0)
-
         rolling = asyncio.create_task(rolled(client, slow))
         await asyncio.sleep(2.0)
         with pytest.raises(RequestRefused, match="at most 12"):
@@ -384,12 +384,6 @@ async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
 
 async def test_a_draining_buffer_finishes_trajectories():
     async with running() as cluster, cluster.client() as client:
-
-        async def slow(trajectory):
-            for _ in range(3):
-                await trajectory.generate()
-                await asyncio.sleep(5.0)
-
         rolling = asyncio.create_task(rolled(client, slow))
         await asyncio.sleep(2.0)
         cluster.services["buffer"].drain()

@@ -14,7 +14,7 @@ from seer.common import wire
 from seer.common.config import BufferConfig
 from seer.services.buffer.weights import spool_delta
 from seer.services.engine.weights import delta_source
-from seer.services.engine.weights.holders import Buffer, Copy
+from seer.services.engine.weights.holders import Copy
 
 pytestmark = VIRTUAL
 
@@ -35,18 +35,6 @@ def stepped(tensors, step):
     at = np.random.default_rng(step).integers(0, len(tensors["w"]), len(tensors["w"]) // 100)
     tensors["w"].view(np.uint16)[at] ^= 1
     return tensors
-
-
-@pytest.fixture(params=["same machine", "other machines"])
-def machines(request, monkeypatch):
-    if request.param == "other machines":
-        monkeypatch.setattr(Buffer, "here", lambda self, state: False)
-    return request.param
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    monkeypatch.setattr(Buffer, "here", lambda self, state: False)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +137,9 @@ async def test_an_engine_that_comes_later_or_anew_gets_the_whole(machines):
 
 
 @pytest.mark.parametrize("where", ["in the spool", "on an engine's disk"])
-async def test_a_flipped_bit_of_the_base_is_noticed_and_healed(monkeypatch, where):
+async def test_a_flipped_bit_of_the_base_is_noticed_and_healed(request, where):
     if "engine" in where:
-        monkeypatch.setattr(Buffer, "here", lambda self, state: False)
+        request.getfixturevalue("elsewhere")
     tensors = first()
     async with running(engines=2) as cluster, cluster.client() as client:
         await client.update_weights(1, tensors)

@@ -4,14 +4,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from cluster_harness import folder, roll, running
+from cluster_harness import folder, parts_sent, roll, running
 from virtual_time import VIRTUAL, eventually
 
 from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.services.engine.weights.holders import Buffer, Copy
+from seer.services.engine.weights.holders import Copy
 
 pytestmark = VIRTUAL
 
@@ -22,13 +22,6 @@ LARGE = (
 
 def tensors(fill, size=6):
     return {"w": np.full(size, fill, dtype=np.float32)}
-
-
-@pytest.fixture(params=["same machine", "other machines"])
-def machines(request, monkeypatch):
-    if request.param == "other machines":
-        monkeypatch.setattr(Buffer, "here", lambda self, state: False)
-    return request.param
 
 
 async def test_a_stream_is_as_good_as_a_folder(tmp_path, machines):
@@ -74,20 +67,8 @@ async def test_what_is_not_needed_any_more_is_deleted():
 
 async def test_damage_is_sent_again(monkeypatch, machines):
     monkeypatch.setattr(Copy, "write", _damaging(Copy.write))
-    sent = []
     async with running(engines=2) as cluster, cluster.client() as client:
-        put = cluster.services["buffer"]._spool.put
-
-        def damaging(reply, address, message, *trainer):
-            if isinstance(message, wire.SpoolData):
-                sent.append(message.offset)
-                if len(sent) in (2, 5, 11):
-                    message.checksum ^= 1
-                if len(sent) == 7:
-                    return  # lost
-            put(reply, address, message, *trainer)
-
-        cluster.services["buffer"]._spool.put = damaging
+        sent = parts_sent(cluster, damaged=True)
         live = await client.update_weights(1, tensors(1.0, LARGE))
         assert live.digest == TensorStream(tensors(1.0, LARGE)).digest()
         assert len(sent) > len(set(sent))
@@ -95,14 +76,7 @@ async def test_damage_is_sent_again(monkeypatch, machines):
 
 async def test_what_arrives_is_sent_once():
     async with running(engines=1) as cluster, cluster.client() as client:
-        put, sent = cluster.services["buffer"]._spool.put, []
-
-        def noting(reply, address, message, *trainer):
-            if isinstance(message, wire.SpoolData):
-                sent.append((message.name, message.offset))
-            put(reply, address, message, *trainer)
-
-        cluster.services["buffer"]._spool.put = noting
+        sent = parts_sent(cluster)
         for version in (1, 2):  # the second as a delta
             large = tensors(1.0, LARGE)
             large["w"][: LARGE // 3] = version

@@ -18,6 +18,8 @@ from shared_engines import MODEL, SharedEngines
 if TYPE_CHECKING:
     from ways import Results
 
+    from seer.services.engine.vllm.backend import VllmBackend
+
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 TINY_VOCAB = 200
@@ -70,6 +72,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _make_model(folder)
     _make_tokenizer(folder)
     return folder
+
+
+@pytest.fixture
+def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
+    """The engine of a file, with nothing of the test before."""
+    from engine_cases import clear  # needs the engine extra
+
+    yield engine
+    clear(engine)
 
 
 @pytest.fixture(scope="session")

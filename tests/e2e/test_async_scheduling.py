@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_cases import chunk, clear, engine_of
+from engine_cases import chunk, engine_of
 from shared_engines import MODEL
 from ways import BLOCKS, CASES, STOP, WAYS, Results, check_rows_fail_alone, in_one_go, prompt
 
@@ -34,12 +34,6 @@ def test_what_cannot_schedule_ahead_is_refused_by_name(drafts: DraftsConfig | No
 def engine(expected_ways: dict[str, Results]) -> Iterator[VllmBackend]:
     with engine_of(MODEL, kv_blocks=BLOCKS, async_scheduling=True) as backend:
         yield backend
-
-
-@pytest.fixture
-def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
-    yield engine
-    clear(engine)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

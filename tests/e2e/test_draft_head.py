@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ahead import check_on_two_ranks
-from engine_cases import chunk, clear, engine_of, run
+from engine_cases import chunk, engine_of, run
 from heads import HEAD, changed_head, head_tensors, model_with
 from safetensors.torch import save_file
 from shared_engines import MODEL, SharedEngines, tensors, texts
@@ -34,12 +34,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with engine_of(MODEL, drafts, kv_blocks=BLOCKS, async_scheduling=request.param == "ahead") as engine:
         engine._drafting.start_always()
         yield engine
-
-
-@pytest.fixture
-def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
-    yield engine
-    clear(engine)
 
 
 def speculator(backend: VllmBackend) -> HeadSpeculator:

@@ -20,7 +20,6 @@ from engine_cases import (
     check_every_cut,
     check_only_the_spoilt_fail,
     chunk,
-    clear,
     engine_of,
     one_go,
     products,
@@ -48,12 +47,6 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with engine_of(tiny_model, drafts, kv_blocks=36) as engine:
         draft_always(engine, 5)
         yield engine
-
-
-@pytest.fixture
-def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
-    yield engine
-    clear(engine)
 
 
 @pytest.mark.parametrize(("case", "kind"), products(CASES, KINDS, "everything", "right"))

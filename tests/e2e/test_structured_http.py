@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from gateway_clients.scripted import make_model
-from gateway_system import GatewaySystem, ok, other, refused
+from gateway_system import GatewaySystem, ok, refused
+from gateway_system import http as http
 from tokenizers import pre_tokenizers
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
@@ -52,12 +53,6 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewaySystem]:
             running.start(name)
         running.start_gateways({"gateway": ()})
         yield running
-
-
-@pytest.fixture
-async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
-    async with other(system, "gateway") as client:
-        yield client
 
 
 async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from living import resident
 from safetensors.torch import load_file, save_file
 from shared_engines import MODEL, ONE_CORE, SharedEngines, changed_model, texts
 
@@ -151,11 +151,6 @@ async def test_two_ranks_take_new_weights_too(
         await roll(client)
         assert not (await client.update_weights(1, changed)).quarantined
         assert (await roll(client))[0] == expected[0]
-
-
-def resident(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from living import resident
 
 from seer.cli.keys import add, init
 from seer.client import RolloutClient, SamplingParams
@@ -98,12 +99,7 @@ class System:
 
     def rss_mib(self) -> dict[str, float]:
         """Resident memory of each service."""
-        pages = {
-            name: Path(f"/proc/{p.pid}/statm").read_text().split()[1] for name, p in self.processes.items()
-        }
-        return {
-            name: round(int(count) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for name, count in pages.items()
-        }
+        return {name: round(resident(each.pid) / 2**20, 1) for name, each in self.processes.items()}
 
     def stop(self) -> dict[str, int]:
         """Drain all, the buffer first: its work needs the engine. Return their exit codes."""

@@ -1,7 +1,6 @@
 """Hostile peers at the socket from which engines copy weights: an honest engine gets all parts, memory is bounded."""
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from living import resident
 from process.copies_holder import NAME, PARTS, part
 from process.fuzz_messages import Maker
 
@@ -45,11 +45,6 @@ def holder() -> Iterator[subprocess.Popen[str]]:
 def said(holder: subprocess.Popen[str]) -> str:
     assert holder.stdout is not None
     return holder.stdout.readline().strip()
-
-
-def resident(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Hostile:

@@ -1,13 +1,13 @@
 """Real dgds processes over real sockets: readers that do not read, and shards that die."""
 
 import asyncio
-import os
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import zmq
 import zmq.asyncio
+from living import resident
 from msgspec.structs import replace
 
 from seer.common import wire
@@ -55,10 +55,6 @@ async def running(folder, count):
             await child.gone(10)
 
 
-def rss_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 async def idle(pid, seconds=60):
     """Wait until a process has used no CPU for two seconds: a busy machine may starve it for less."""
 
@@ -95,7 +91,7 @@ async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
             mute.connect(at)
             await mute.send_multipart(encode(me.hello()))
             await mute.recv_multipart()
-            before = rss_bytes(child.process.pid)
+            before = resident(child.process.pid)
             for _ in range(MUTE_FETCHES):
                 await asyncio.wait_for(mute.send_multipart(encode(question)), 60)
 
@@ -103,7 +99,7 @@ async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
                 await channel.send(question)
                 assert len((await asyncio.wait_for(channel.recv(), 60)).tokens) == ANSWER_BYTES
             await idle(child.process.pid)
-            grown = rss_bytes(child.process.pid) - before
+            grown = resident(child.process.pid) - before
             assert grown < MUTE_FETCHES * ANSWER_BYTES / 4  # its queue, and what the allocator keeps
 
             reading = 0

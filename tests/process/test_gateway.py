@@ -9,15 +9,16 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way, wait_for
+from gateway_system import http as http
+from living import children
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.tensor_stream import TensorStream
@@ -45,12 +46,6 @@ def system() -> Iterator[GatewaySystem]:
             running.start(name)
         running.start_gateways(GATEWAYS)
         yield running
-
-
-@pytest.fixture
-async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=system.urls["gateway"]["control"], timeout=120) as client:
-        yield client
 
 
 # --- generation ------------------------------------------------------------------------------
@@ -772,19 +767,6 @@ def alive_as_worker(pid: int) -> bool:
         return False
 
 
-def children(pid: int) -> list[int]:
-    """Living children of a process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if stat[1] == str(pid) and stat[0] != "Z":
-            found.append(int(entry.name))
-    return sorted(found)
-
-
 async def test_a_gateway_that_stops_answers_what_it_has(system: GatewaySystem) -> None:
     system.start_gateways({"stopping": ()})
     async with other(system, "stopping") as http:
@@ -814,7 +796,3 @@ def test_a_gateway_that_cannot_start_says_why(system: GatewaySystem) -> None:
         assert system.processes["failing"].wait(60) == 2
         os.close(int(system.urls["failing"]["fd"]))
         assert why in system.log
-
-
-def test_all_text_of_answers_is_json(system: GatewaySystem) -> None:
-    assert msgspec.json.decode(httpx.get(f"{system.urls['gateway']['control']}/nope").content)

@@ -7,13 +7,14 @@ import base64
 import importlib.util
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import vision_chats
 from gateway_system import GatewaySystem, ok, refused
+from gateway_system import http as http
 from vision_chats import data_uri, part, words
 from vision_models import IMAGE, pil_image
 
@@ -38,12 +39,6 @@ def system() -> Iterator[GatewaySystem]:
         running.start("engine-0")
         running.start_gateways({"gateway": ()})
         yield running
-
-
-@pytest.fixture
-async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=system.urls["gateway"]["control"], timeout=120) as client:
-        yield client
 
 
 def body(*content: object, **fields: object) -> dict[str, Any]:

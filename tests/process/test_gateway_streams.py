@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way, wait_for
+from gateway_system import http as http
 
 from seer.client import RolloutClient
 
@@ -28,12 +29,6 @@ def system() -> Iterator[GatewaySystem]:
         running.start("engine-0")
         running.start_gateways(GATEWAYS)
         yield running
-
-
-@pytest.fixture
-async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
-    async with other(system, "gateway") as client:
-        yield client
 
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")

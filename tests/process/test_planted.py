@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from planted import faults
-
-from seer.cli.main import main
+from verify_runs import replayed, write_prompts
 
 PLANTED = Path(faults.__file__).parent
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(1, i + 3))} for i in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_prompts(tmp_path, 40)
 
 
 def verified(prompts: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict]:
-    out, named = prompts.parent / "report.json", prompts.parent / "fault"
+    named = prompts.parent / "fault"
     named.write_text(fault)
     monkeypatch.setenv("PYTHONPATH", str(PLANTED))
     monkeypatch.setenv("SEER_PLANTED", str(named))
     monkeypatch.setenv("SEER_PLANTED_IN", "engines")
-    usual = "--backend replay -n 2 --max-tokens 60 --min-tokens 100 --set engine.replay.step_seconds=0.0005"
-    command = ["verify", str(prompts), "--json", str(out), *usual.split(), "--matrix", "chunk-16"]
-    result = CliRunner().invoke(main, command)
-    return result.exit_code, json.loads(out.read_text())
+    result, found = replayed(
+        prompts, *["-n", "2", "--max-tokens", "60", "--min-tokens", "100", "--matrix", "chunk-16"]
+    )
+    return result.exit_code, found
 
 
 @pytest.mark.parametrize("fault", ["order-one-chunk-in-41", "key-one-prompt-in-12", "order-logprobs", "none"])

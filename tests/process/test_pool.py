@@ -13,11 +13,10 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
-from living import alive, wait_for
+from living import alive, children, wait_for
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
 from seer.common.pool_metrics import ask_master, read_figures
@@ -107,9 +106,8 @@ class Pool:
         return (self.folder / f"{service}.log").read_text()
 
     def child_of(self, service):
-        pid = self.processes[service].pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        (child,) = children(self.processes[service].pid)
+        return child
 
     def close(self):
         for process in [client.process for client in self.clients]:

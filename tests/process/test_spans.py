@@ -10,6 +10,7 @@ from collections import Counter
 from keyed_system import rolled, running
 from log_spans import check_tree, named, spans_of
 from otlp_receiver import Receiver, attributes
+from virtual_time import eventually
 
 from seer.report.log_reader import read_timeline
 from seer.spans.span_reader import Place
@@ -36,18 +37,12 @@ async def sending(log, url, *options):
             await process.wait()
 
 
-async def until(true, seconds=60):
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.1)
-
-
 async def test_a_run_is_followed_through_a_killed_buffer_and_a_collector_that_fails(tmp_path):
     receiver, log = Receiver(), tmp_path / "log"
     async with running(tmp_path, log=str(log)) as system, system.client("trainer-run") as client:
         async with sending(log, receiver.url) as process:
             await rolled(client, 0, 100)
-            await until(lambda: len(receiver.named("group")) == 8)  # while the system runs
+            await eventually(lambda: len(receiver.named("group")) == 8)  # while the system runs
             receiver.status = 503
             rolling = asyncio.create_task(rolled(client, 1, 1500))
             await asyncio.sleep(1.5)
@@ -56,9 +51,9 @@ async def test_a_run_is_followed_through_a_killed_buffer_and_a_collector_that_fa
             await system.start("buffer", "buffer", "server")
             groups = await rolling
             tries = receiver.tries
-            await until(lambda: receiver.tries > tries)
+            await eventually(lambda: receiver.tries > tries)
             receiver.status = 200
-            await until(lambda: len(receiver.named("rollout")) >= 2)
+            await eventually(lambda: len(receiver.named("rollout")) >= 2)
         assert "the collector takes no spans" in process.said
         assert "the collector takes spans again" in process.said
     known = list(receiver.spans)

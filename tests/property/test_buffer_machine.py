@@ -73,6 +73,15 @@ class BufferModel(RuleBasedStateMachine):
         self.context = EstimateMachine()
         self.generated: dict[str, int] = {}
 
+    def take_turn(self, trainer, rollout_id, max_tokens, spec):
+        self.uses += 1
+        address = f"{trainer}address".encode()
+        self.send(
+            events.GroupsSubmitted(
+                trainer, rollout_id, 1, max_tokens, [spec], -1, self.uses, 0, address, open=True
+            )
+        )
+
     def send(self, event):
         self.now += 0.01
         told_again = {group.group_id for group in self.machine.groups.values() if group.done}
@@ -221,13 +230,7 @@ class BufferModel(RuleBasedStateMachine):
         turn = TurnSpec(7, earlier, earlier + 100, 60.0)
         spec = events.GroupSpec(prompt, 7 + earlier + added, not again, None, "/g", index, turn)
         holding, open_before = registry.holding, set(self.machine.estimates)
-        self.uses += 1
-        address = f"{trainer}address".encode()
-        self.send(
-            events.GroupsSubmitted(
-                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, address, open=True
-            )
-        )
+        self.take_turn(trainer, f"o{trainer}", max_tokens, spec)
         opened = set(self.machine.estimates) - open_before
         assert not (
             holding and opened and away is None
@@ -247,13 +250,7 @@ class BufferModel(RuleBasedStateMachine):
             spec = events.GroupSpec(
                 group.prompt_id, group.prompt_len, True, None, group.shared_id, group.first_index, group.turn
             )
-            self.uses += 1
-            self.send(
-                events.GroupsSubmitted(
-                    rollout.trainer, rollout.rollout_id, 1, group.max_tokens, [spec], -1, self.uses, 0,
-                    f"{rollout.trainer}address".encode(), open=True,
-                )
-            )  # fmt: skip
+            self.take_turn(rollout.trainer, rollout.rollout_id, group.max_tokens, spec)
             latest = registry.trajectories.latest.get(key, "")
             full = registry.holdings.room(rollout.share) <= 0
             assert (
@@ -275,13 +272,7 @@ class BufferModel(RuleBasedStateMachine):
         self.prompts += 1
         turn = TurnSpec(7, 3, 100, 0.0, name)
         spec = events.GroupSpec(prompt, 20, False, None, f"/{prompt}", 0, turn)
-        self.uses += 1
-        address = f"{trainer}address".encode()
-        self.send(
-            events.GroupsSubmitted(
-                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, address, open=True
-            )
-        )
+        self.take_turn(trainer, f"o{trainer}", max_tokens, spec)
         assert not [each for each in trajectories.away.values() if each.key[2] < 0]
         for group_id in set(self.machine.estimates) - open_before:
             request = self.machine.requests[f"{group_id}#0"]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from fake_mooncake import LIES, Engine, FakePool, until
+from fake_mooncake import LIES, Engine, FakePool
+from living import wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -91,6 +92,6 @@ def test_a_get_is_a_miss_or_what_was_put_under_that_key_and_namespace(steps):
         play.engine.never_pause()
         getattr(play, step)(what)
     play.heal(None)
-    until(play.works)
-    until(lambda: play.engine.free_slots == 8)
+    wait_for(play.works)
+    wait_for(lambda: play.engine.free_slots == 8)
     assert play.pool.outside == []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seer.common import wire
 from seer.common.weights.in_place import is_in_place
 from seer.services.buffer.events import FromEngine, Joined, Left, Tick, ToEngine, ToTrainer, Weights
-from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.instructions import Abort, Admit, Expel, Hold, Release
 from seer.services.buffer.weights.weights_machine import RETRY_SECONDS, WeightsMachine
 
 NAMES = ("a", "b", "c")
@@ -79,15 +79,15 @@ class World:
                     assert same(order, self.machine.live)
                     assert name not in self.admitted
                     self.told[name] = weights_of(order), self.now
-                case weight_instructions.Admit():
+                case Admit():
                     self.admitted.add(item.instance)
                     self.served_versions.add(self.machine.live.version)
-                case weight_instructions.Expel():
+                case Expel():
                     self.admitted.remove(item.instance)
-                case weight_instructions.Hold() | weight_instructions.Release():
-                    assert self.held == isinstance(item, weight_instructions.Release)
+                case Hold() | Release():
+                    assert self.held == isinstance(item, Release)
                     self.held = not self.held
-                case weight_instructions.Abort():
+                case Abort():
                     self.idle, ran_old = True, False
                 case ToTrainer(trainer, wire.WeightsLive() | wire.WeightsFailed() as answer):
                     if self.open.get(trainer) == answer.call_id:

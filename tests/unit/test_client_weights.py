@@ -200,15 +200,19 @@ async def test_what_an_update_in_place_offers_is_freed_though_it_is_cancelled_me
     assert (task.cancelled(), calls) == (True, ["offer", "end"])
 
 
+def updates_of_two_ranks():
+    ranks = MadeUpRanks.all_of(2)
+    for rank in ranks:
+        rank.turn = threading.RLock()
+    shards = on_each(ranks, lambda rank: ShardedTensors(TENSORS, rank))
+    return ranks, [ShardedUpdate(1, shard, "", "finish") for shard in shards]
+
+
 @pytest.mark.real_time
 @pytest.mark.parametrize("cancelled", [0, 1])
 async def test_a_rank_whose_update_is_cancelled_makes_all_collective_calls_of_it(cancelled):
     """Else its next ones would meet what the other one makes of this update."""
-    ranks, sent = MadeUpRanks.all_of(2), []
-    for rank in ranks:
-        rank.turn = threading.RLock()
-    shards = on_each(ranks, lambda rank: ShardedTensors(TENSORS, rank))
-    updates = [ShardedUpdate(1, shard, "", "finish") for shard in shards]
+    (ranks, updates), sent = updates_of_two_ranks(), []
 
     async def send(message):
         sent.append(message)
@@ -237,11 +241,7 @@ async def test_a_rank_whose_update_is_cancelled_makes_all_collective_calls_of_it
 @pytest.mark.real_time
 async def test_all_ranks_compute_digests_as_the_first_was_told_to():
     """Another one may have asked the buffer before it heard of an update."""
-    ranks = MadeUpRanks.all_of(2)
-    for rank in ranks:
-        rank.turn = threading.RLock()
-    shards = on_each(ranks, lambda rank: ShardedTensors(TENSORS, rank))
-    updates = [ShardedUpdate(1, shard, "", "finish") for shard in shards]
+    _, updates = updates_of_two_ranks()
 
     async def send(message):
         pass

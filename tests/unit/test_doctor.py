@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from living import alive
+from living import alive, children
 
 from seer.cli.main import main
 from seer.common.config import load
@@ -225,11 +225,6 @@ def test_what_cannot_be_checked_is_refused_by_name():
     ):
         refused = run.invoke(main, ["doctor", *options])
         assert (refused.exit_code, says in refused.stderr) == (2, True), refused.stderr
-
-
-def children(pid):
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in listed.split()]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])

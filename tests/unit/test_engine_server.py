@@ -298,15 +298,21 @@ async def test_status_is_reported_at_its_interval_busy_or_not():
 
 
 @contextlib.asynccontextmanager
-async def engine_and_dgds():
-    """Yield the buffer of an engine, and the dgds that it knows."""
+async def dgds_alone():
+    """Yield a dgds, and the network that it is in."""
     network = MemoryNetwork()
     server = dgds.make(Config(), MemoryTransport(network), LoopClock())
     await server.start()
     serving = asyncio.create_task(server.run())
-    async with engine(network=network) as (buffer, *_):
-        yield buffer, server
+    yield server, network
     serving.cancel()
+
+
+@contextlib.asynccontextmanager
+async def engine_and_dgds():
+    """Yield the buffer of an engine, and the dgds that it knows."""
+    async with dgds_alone() as (server, network), engine(network=network) as (buffer, *_):
+        yield buffer, server
 
 
 async def test_tokens_reach_the_dgds_as_they_come():
@@ -338,28 +344,24 @@ async def test_a_named_group_is_remembered_by_the_prompt_that_the_buffer_says_an
 
 
 async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_runs_the_next_turn():
-    network = MemoryNetwork()
-    server = dgds.make(Config(), MemoryTransport(network), LoopClock())
-    await server.start()
-    serving = asyncio.create_task(server.run())
+    async with dgds_alone() as (server, network):
 
-    async def run_turn(name, attempt, context):
-        """Run a turn in an engine of its own; return the context with what came, once the dgds has it."""
-        async with engine(structs.replace(REPLAY, name=name), network=network) as (buffer, *_):
-            await asyncio.sleep(1)
-            start = 3 + len(context) if context else 0
-            await buffer.run(new=40, attempt=attempt, output=context, turn_start=start, parks=True)
-            await eventually(lambda: len(buffer.results()) == 1)
-            context = [*context, *buffer.heard(wire.ChunksDone)[0].tokens.tolist()]
-            await eventually(lambda: server.store.tokens(group_digest("r/p"), 0) == context)
-            return context
+        async def run_turn(name, attempt, context):
+            """Run a turn in an engine of its own; return the context with what came, once the dgds has it."""
+            async with engine(structs.replace(REPLAY, name=name), network=network) as (buffer, *_):
+                await asyncio.sleep(1)
+                start = 3 + len(context) if context else 0
+                await buffer.run(new=40, attempt=attempt, output=context, turn_start=start, parks=True)
+                await eventually(lambda: len(buffer.results()) == 1)
+                context = [*context, *buffer.heard(wire.ChunksDone)[0].tokens.tolist()]
+                await eventually(lambda: server.store.tokens(group_digest("r/p"), 0) == context)
+                return context
 
-    first = await run_turn("e0", 1, [])
-    second = await run_turn("e1", 2, [*first, 7, 8, 9])
-    third = await run_turn("e0", 3, [*second, 5])
-    assert len(third) == 40 + 3 + 40 + 1 + 40
-    assert server.store.counters["gaps"] == 2
-    serving.cancel()
+        first = await run_turn("e0", 1, [])
+        second = await run_turn("e1", 2, [*first, 7, 8, 9])
+        third = await run_turn("e0", 3, [*second, 5])
+        assert len(third) == 40 + 3 + 40 + 1 + 40
+        assert server.store.counters["gaps"] == 2
 
 
 async def test_a_response_whose_turn_ended_here_may_go_on_elsewhere_and_is_fetched_then():

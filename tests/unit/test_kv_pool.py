@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from fake_mooncake import LIES, Engine, FakePool, until  # noqa: E402 - after torch, which may be missing
+from fake_mooncake import LIES, Engine, FakePool  # noqa: E402 - after torch, which may be missing
+from living import wait_for  # noqa: E402
 
 from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.vllm.kv_pool import guarded_store as store_module  # noqa: E402
@@ -184,7 +185,7 @@ def test_who_waits_for_a_call_that_hangs_has_a_miss_and_others_do_not_wait(pool,
     if method == "exists":
         assert engine.has(keys) == [0] * 6
     assert engine.get(keys, range(6)) == [MISS] * 6
-    until(lambda: engine.counts()["away"])
+    wait_for(lambda: engine.counts()["away"])
     asked, failures = list(pool.asked), engine.counts()["failures"]
     assert (len(pool.calls(method)), failures > 0) == (1, True)
     assert (engine.has(keys), engine.get(keys, range(6)), engine.put(["n"], [0])) == (
@@ -192,8 +193,8 @@ def test_who_waits_for_a_call_that_hangs_has_a_miss_and_others_do_not_wait(pool,
     )  # fmt: skip
     assert (pool.asked, engine.counts()["failures"]) == (asked, failures)
     release()
-    until(lambda: engine.free_slots == 8 and engine.has(keys) == [1] * 6)
-    until(lambda: min(engine.get(keys, range(6))) >= 0)
+    wait_for(lambda: engine.free_slots == 8 and engine.has(keys) == [1] * 6)
+    wait_for(lambda: min(engine.get(keys, range(6))) >= 0)
 
 
 def test_a_get_that_ends_after_its_deadline_touches_no_kv(pool):
@@ -206,7 +207,7 @@ def test_a_get_that_ends_after_its_deadline_touches_no_kv(pool):
     before = engine.whole()
     assert engine.free_slots == 6  # the call may still write to two
     release()
-    until(lambda: engine.free_slots == 8)
+    wait_for(lambda: engine.free_slots == 8)
     assert all(torch.equal(old, new) for old, new in zip(before, engine.kv.values(), strict=True))
 
 
@@ -218,13 +219,13 @@ def test_while_a_put_hangs_puts_are_dropped_and_reads_refused(pool):
     keys = [f"k{i}" for i in range(10)]
     # Half of eight slots are for puts, in parts of two.
     assert engine.put(keys, range(10)) == [0] * 4 + [NO_ROOM] * 6
-    until(lambda: engine.counts()["away"])
+    wait_for(lambda: engine.counts()["away"])
     asked = list(pool.asked)
     assert (engine.put(["x"], [0]), engine.has(["old"]), engine.get(["old"], [0])) == ([NO_ROOM], [0], [MISS])
     assert pool.asked == asked
     assert engine.counts()["dropped_blocks"] == 7
     release()
-    until(lambda: engine.free_slots == 8 and engine.has(["old"]) == [1])
+    wait_for(lambda: engine.free_slots == 8 and engine.has(["old"]) == [1])
     assert (engine.counts()["saved_blocks"], engine.counts()["dropped_blocks"]) == (4, 7)
 
 
@@ -235,7 +236,7 @@ def test_when_puts_find_no_room_in_time_the_pool_is_left_alone(pool):
     assert engine.counts()["failures"] == 1
     assert not engine.calls._breaker.allows(store_module.time.monotonic())
     release()
-    until(lambda: engine.free_slots == 8)
+    wait_for(lambda: engine.free_slots == 8)
 
 
 def test_puts_that_wait_behind_a_failing_one_are_dropped_unasked(pool):
@@ -243,7 +244,7 @@ def test_puts_that_wait_behind_a_failing_one_are_dropped_unasked(pool):
     release = pool.hold("put")
     pool.fail["put"] = -900
     assert engine.put(["a", "b", "c", "d"], range(4)) == [0] * 4
-    until(lambda: pool.calls("put"))
+    wait_for(lambda: pool.calls("put"))
     release()
     engine.settle()
     assert pool.calls("put") == [["ns/a", "ns/b"]]
@@ -364,7 +365,7 @@ def test_a_pool_that_is_full_takes_puts_again(pool, monkeypatch):
 def test_a_pool_that_cannot_be_reached_at_first_is_found_later(pool):
     pool.refuse = 3
     engine = Engine(pool)
-    until(lambda: engine.counts()["failures"] == 1)
+    wait_for(lambda: engine.counts()["failures"] == 1)
     assert (engine.counts()["away"], engine.has(["a"]), engine.get(["a"], [0])) == (1, [0], [MISS])
     engine.never_pause()
     assert engine.counts()["away"] == 1
@@ -384,7 +385,7 @@ def test_memory_that_mooncake_does_not_register_is_never_used(pool):
     pool.fail["register"], pool.refuse = -600, 0
     engine = Engine(pool, attach=False)
     engine.store.attach(store_module.KvRegions(engine.kv.items()), sum(Engine.STARTS.values()))
-    until(lambda: engine.counts()["failures"] == 1)
+    wait_for(lambda: engine.counts()["failures"] == 1)
     assert (engine.has(["a"]), engine.counts()["away"]) == ([0], 1)
     assert pool.calls("exists") == []
 
@@ -410,7 +411,7 @@ def test_close_does_not_wait_for_a_call_that_hangs_and_connects_to_nothing(pool)
     engine.store.close()
     assert pool.calls("close") == []
     release()
-    until(lambda: pool.calls("close"))
+    wait_for(lambda: pool.calls("close"))
 
     never = Engine(pool, attach=False)
     connections = pool.connections

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from fake_mooncake import until  # noqa: E402 - after torch, which may be missing
+from living import wait_for  # noqa: E402 - after torch, which may be missing
 
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool import unreachable_store  # noqa: E402
@@ -73,7 +73,7 @@ def test_a_full_lane_refuses_and_says_since_when_it_is_busy(monkeypatch):
     assert thread.busy_since == first
     gate.set()
     assert [future.result(30) for future in waiting] == [None, None]
-    until(lambda: thread.busy_since == float("inf"))
+    wait_for(lambda: thread.busy_since == float("inf"))
 
 
 # --- staging memory

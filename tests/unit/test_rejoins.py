@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 
+import channel_server
 import pytest
+from channel_server import ENDPOINT, identity, status
 from lag import LaggedTransport, first
 from memory_transport import MemoryNetwork, MemoryTransport
 from virtual_time import VIRTUAL, virtual
@@ -12,37 +14,23 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.net import hub
 from seer.common.net.channel import Channel
-from seer.common.net.hub import Hub
 from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity
-from seer.common.types import InstanceStats
 from seer.common.wire.codec import encode
 
 pytestmark = VIRTUAL
 
-ENDPOINT = "tcp://127.0.0.1:7102"
-ME = Identity(role="engine", name="e1", incarnation=1)
+ME = identity()
 LAGS = [(0.0, 0.0), (0.04, 0.04), (0.5, 0.5), (3.0, 3.0), (0.0, 3.0), (3.0, 0.0), (0.5, 0.04)]
 
 
-def status(steps: int = 0) -> wire.EngineStatus:
-    return wire.EngineStatus(stats=InstanceStats(steps=steps))
-
-
-class Server:
+class Server(channel_server.Server):
     """A hub that stops reading on demand, and answers every report with a ping."""
 
     def __init__(self, network: MemoryNetwork, incarnation: int = 1) -> None:
-        self.network, self.me = network, Identity(role="buffer", name="buffer", incarnation=incarnation)
+        super().__init__(network, incarnation, require_config_hash=False)
         self.reads = asyncio.Event()
         self.reads.set()
         self.nags = 0
-        self.got: list[wire.Message] = []
-
-    async def start(self) -> "Server":
-        self.transport = MemoryTransport(self.network)
-        self.hub: Hub = Hub(await self.transport.router(ENDPOINT), self.me, wire.EngineToBuffer, False)
-        self.task = asyncio.create_task(self.serve())
-        return self
 
     async def serve(self) -> None:
         while True:
@@ -55,10 +43,6 @@ class Server:
     def answer(self) -> wire.Message:
         self.nags -= 1
         return wire.Refused(code=HELLO_FIRST, message="given up") if self.nags >= 0 else wire.Ping()
-
-    async def stop(self) -> None:
-        self.task.cancel()
-        await self.transport.close()
 
 
 class Peer:

@@ -9,6 +9,7 @@ import pytest
 from log_spans import spans_of
 from logged_buffer import LoggedBuffer
 from otlp_receiver import Receiver, attributes
+from virtual_time import eventually
 
 from seer.common.config import Config
 from seer.common.errors import InvalidField, Unreachable
@@ -64,12 +65,6 @@ async def following(log, url, **options):
         await asyncio.wait_for(task, 10)
 
 
-async def until(true, seconds=10):
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.02)
-
-
 def place_of(span):
     return Place(int.from_bytes(span.trace_id), int.from_bytes(span.span_id))
 
@@ -101,10 +96,12 @@ async def test_what_arrives_is_what_the_log_says(log, receiver):
 async def test_while_the_collector_fails_the_log_waits_and_nothing_is_lost(log, receiver, status):
     receiver.status = status
     async with following(log, receiver.url) as service:
-        await until(lambda: receiver.tries > 2)
+        await eventually(lambda: receiver.tries > 2)
         assert len(service._batch) < 2 * service_module.BATCH
         receiver.status = 200
-        await until(lambda: len(receiver.spans) >= len(spans_of(log)[0]) - 3)  # rollouts end once it is quiet
+        await eventually(
+            lambda: len(receiver.spans) >= len(spans_of(log)[0]) - 3
+        )  # rollouts end once it is quiet
     assert not service._dropped
 
 
@@ -115,17 +112,17 @@ async def test_a_collector_that_is_back_at_its_address_gets_what_it_missed(log, 
     async with following(log, f"http://127.0.0.1:{port}"):
         await asyncio.sleep(0.3)
         back = Receiver(port)
-        await until(lambda: len(back.named("group")) == 12, 60)
+        await eventually(lambda: len(back.named("group")) == 12, 60)
     back.close()
 
 
 async def test_spans_that_became_too_old_are_dropped_and_counted(log, receiver):
     receiver.status = 503
     async with following(log, receiver.url) as service:
-        await until(lambda: receiver.tries)
+        await eventually(lambda: receiver.tries)
         waiting = len(service._batch)
         service._oldest = -math.inf  # as if time had passed
-        await until(lambda: service._dropped.total() >= waiting > 0)
+        await eventually(lambda: service._dropped.total() >= waiting > 0)
         receiver.status = 200
     assert not receiver.spans
 
@@ -151,7 +148,7 @@ async def test_it_ends_in_time_though_the_collector_hangs(log, receiver, monkeyp
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     receiver.stuck.clear()
     async with following(log, receiver.url) as service:
-        await until(lambda: receiver.tries)
+        await eventually(lambda: receiver.tries)
         began = time.monotonic()
     assert time.monotonic() - began < 3
     assert service._dropped["unsent"] > 0
@@ -160,7 +157,7 @@ async def test_it_ends_in_time_though_the_collector_hangs(log, receiver, monkeyp
 async def test_what_is_left_is_sent_before_it_ends(log, receiver, monkeypatch):
     monkeypatch.setattr(service_module, "POLL_SECONDS", 30.0)
     async with following(log, receiver.url):
-        await until(lambda: receiver.spans)
+        await eventually(lambda: receiver.spans)
         known = len(receiver.spans)
         buffer = LoggedBuffer(log, incarnation=27)
         buffer.roll(9)
@@ -172,7 +169,7 @@ async def test_what_is_written_while_it_sends_is_sent_before_it_ends(log, receiv
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10")
     receiver.stuck.clear()
     async with following(log, receiver.url) as service:
-        await until(lambda: receiver.tries)
+        await eventually(lambda: receiver.tries)
         buffer = LoggedBuffer(log, incarnation=27)
         buffer.roll(9)
         buffer.log.close()
@@ -199,7 +196,7 @@ async def test_a_log_that_is_not_there_yet_is_awaited_and_rows_of_no_sense_stop_
         buffer = LoggedBuffer(tmp_path / "log", incarnation=2)
         buffer.roll(1)
         buffer.log.close()
-        await until(lambda: len(receiver.named("group")) == 8)
+        await eventually(lambda: len(receiver.named("group")) == 8)
 
 
 async def test_a_row_whose_numbers_are_too_large_stops_nothing(log, receiver):

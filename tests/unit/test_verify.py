@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from verify_runs import prompts as prompts
+from verify_runs import replayed
 
-from seer.cli.main import main
 from seer.client.results import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import SeerError
@@ -445,24 +445,8 @@ def test_a_model_that_changes_between_cells_proves_nothing(tmp_path, monkeypatch
 # --- the command, on real sockets and the replay backend ---------------------------------------
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(1, i + 3))} for i in range(3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
-    out = prompts.parent / "report.json"
-    usual = "--backend replay -n 4 --set engine.replay.step_seconds=0.0005"
-    command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
-    result = CliRunner().invoke(main, command)
-    return result, json.loads(out.read_text()) if out.exists() else {}
-
-
 def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
-    result, found = verify(prompts, "--max-tokens", 200, "--min-tokens", 1000)
+    result, found = replayed(prompts, "--max-tokens", 200, "--min-tokens", 1000)
     assert result.exit_code == 0, result.output
     assert "PASSED" in result.output
     assert found["passed"]
@@ -480,7 +464,7 @@ def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
 
 
 def test_a_planted_fault_is_found(prompts: Path):
-    result, found = verify(
+    result, found = replayed(
         prompts, "--max-tokens", 200, "--min-tokens", 10, "--plant-fault", "--matrix", "chunk-16,migrate"
     )
     assert result.exit_code == 1
@@ -489,10 +473,10 @@ def test_a_planted_fault_is_found(prompts: Path):
 
 
 def test_a_cell_that_cannot_be_exercised_fails_only_if_it_was_named(prompts: Path):
-    result, _ = verify(prompts, "--max-tokens", 20, "--min-tokens", 10, "--matrix", "chunk-16,chunk-64")
+    result, _ = replayed(prompts, "--max-tokens", 20, "--min-tokens", 10, "--matrix", "chunk-16,chunk-64")
     assert result.exit_code == 1
     assert "- chunk-64 no response is longer than 64 tokens" in result.output
-    result, found = verify(prompts, "--max-tokens", 2, "--min-tokens", 10)
+    result, found = replayed(prompts, "--max-tokens", 2, "--min-tokens", 10)
     assert result.exit_code == 0, result.output
     assert "chunk-64: left out: no response is longer than 64 tokens" in result.output
     assert [cell["name"] for cell in found["cells"]] == ["chunk-1", "two-instances", "migrate", "preempt"]
@@ -500,10 +484,10 @@ def test_a_cell_that_cannot_be_exercised_fails_only_if_it_was_named(prompts: Pat
 
 
 def test_responses_are_added_until_enough_is_compared_within_bounds(prompts: Path):
-    result, found = verify(prompts, "--max-tokens", 20, "--matrix", "chunk-1", "--min-tokens", 2000)
+    result, found = replayed(prompts, "--max-tokens", 20, "--matrix", "chunk-1", "--min-tokens", 2000)
     assert result.exit_code == 0, result.output
     assert found["n"] > 4
-    result, found = verify(prompts, "--max-tokens", 1, "--matrix", "two-instances")
+    result, found = replayed(prompts, "--max-tokens", 1, "--matrix", "two-instances")
     assert (result.exit_code, found["cells"]) == (1, [])
     assert "two-instances no response is longer than one token" in result.output
     assert "at least 10000 are needed" in result.output
@@ -522,7 +506,7 @@ def test_responses_are_added_until_enough_is_compared_within_bounds(prompts: Pat
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(prompts: Path, options: tuple, says: str):
-    result, found = verify(prompts, *options)
+    result, found = replayed(prompts, *options)
     assert result.exit_code == 2
     assert says in result.output
     assert not found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from prepared_images import placed, prepared
+from verify_runs import prompts as prompts
+from verify_runs import replayed
 
-from seer.cli.main import main
 from seer.client import Group, Prompt
 from seer.client.results import Response
 from seer.common.errors import SeerError
@@ -21,22 +20,6 @@ from seer.verify import turns
 from seer.verify.cells import CELLS, TURN_CELLS
 
 PROMPT = np.array([5, 6, 7, 8, 9], np.int32)
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(3, i + 6))} for i in range(3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
-    out = prompts.parent / "report.json"
-    usual = "--turns --backend replay -n 4 --set engine.replay.step_seconds=0.0005"
-    command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
-    result = CliRunner().invoke(main, command)
-    return result, json.loads(out.read_text()) if out.exists() else {}
 
 
 def test_what_the_tool_says_follows_from_what_was_generated():
@@ -170,7 +153,7 @@ def test_only_the_reference_knows_nothing_of_turns():
 
 
 def test_cells_with_turns_agree(prompts: Path):
-    result, found = verify(prompts, "--max-tokens", 160, "--min-tokens", 1000)
+    result, found = replayed(prompts, "--turns", "--max-tokens", 160, "--min-tokens", 1000)
     assert result.exit_code == 0, result.output
     assert list(found["skipped"]) == ["turns-pool"]
     assert [cell["name"] for cell in found["cells"]] == ["turns-migrate", "turns-recompute"]
@@ -184,14 +167,14 @@ def test_cells_with_turns_agree(prompts: Path):
 
 def test_a_planted_fault_is_found_and_spoils_no_other_cell(prompts: Path):
     options = ("--max-tokens", 160, "--min-tokens", 10, "--plant-fault", "--matrix", "turns-migrate")
-    result, found = verify(prompts, *options)
+    result, found = replayed(prompts, "--turns", *options)
     assert result.exit_code == 1
     assert "the planted fault was found (in turns-migrate" in result.output
     assert found["cells"][0]["bug"] > 0
 
 
 def test_cells_of_the_other_matrix_are_refused(prompts: Path):
-    result, found = verify(prompts, "--matrix", "chunk-1")
+    result, found = replayed(prompts, "--turns", "--matrix", "chunk-1")
     assert result.exit_code == 2
     assert "choose among turns-one-go, turns-migrate, turns-pool, turns-recompute" in result.output
     assert not found

@@ -5,7 +5,7 @@ import pytest
 
 from seer.common import wire
 from seer.services.buffer.events import Drained, Left, Tick, Weights
-from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.instructions import Abort, Admit, Expel, Hold, Release
 from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 OLD = Weights(0, "d0")
@@ -39,26 +39,13 @@ def load(machine, *names, problem=""):
 
 def test_an_update_prepares_everywhere_then_loads_everywhere():
     machine = make("a", "b")
-    assert ask(machine) == [
-        weight_instructions.Hold(),
-        orders.prepare("a", 1, "/new", 1),
-        orders.prepare("b", 1, "/new", 1),
-    ]
+    assert ask(machine) == [Hold(), orders.prepare("a", 1, "/new", 1), orders.prepare("b", 1, "/new", 1)]
     assert prepare(machine, "a") == []
     assert machine.live == OLD
-    assert prepare(machine, "b") == [
-        weight_instructions.Expel("a"),
-        weight_instructions.Expel("b"),
-        orders.load("a", NEW),
-        orders.load("b", NEW),
-    ]
+    assert prepare(machine, "b") == [Expel("a"), Expel("b"), orders.load("a", NEW), orders.load("b", NEW)]
     assert not machine.admitted
-    assert load(machine, "a") == [weight_instructions.Admit("a")]
-    assert load(machine, "b") == [
-        weight_instructions.Admit("b"),
-        weight_instructions.Release(),
-        orders.live("t", NEW, {}),
-    ]
+    assert load(machine, "a") == [Admit("a")]
+    assert load(machine, "b") == [Admit("b"), Release(), orders.live("t", NEW, {})]
     assert machine.live == NEW
     assert not machine.updating
 
@@ -71,13 +58,13 @@ def test_one_problem_cancels_it_for_all():
     assert out == [
         orders.discard("a", 1, 1),
         orders.discard("b", 1, 1),
-        weight_instructions.Release(),
+        Release(),
         orders.failed("t", 1, reasons),
     ]
     assert machine.live == OLD
     assert machine.admitted == {"a", "b"}
     assert prepare(machine, "b") == [orders.discard("b", 1, 1)]
-    assert ask(machine)[0] == weight_instructions.Hold()
+    assert ask(machine)[0] == Hold()
 
 
 @pytest.mark.parametrize("asked", ["", "d1"])
@@ -92,10 +79,7 @@ def test_all_must_read_the_same_bytes(asked):
 
 def test_or_aborted_or_forbids_it():
     machine = make("a")
-    assert ask(machine, idle=False, in_flight="abort")[:2] == [
-        weight_instructions.Hold(),
-        weight_instructions.Abort(" of t to version 1"),
-    ]
+    assert ask(machine, idle=False, in_flight="abort")[:2] == [Hold(), Abort(" of t to version 1")]
     machine = make("a")
     (fail,) = ask(machine, idle=False, in_flight="error")
     assert "under way" in fail.message.reasons[""]
@@ -108,7 +92,7 @@ def test_an_instance_lost_at_any_moment_is_not_waited_for():
     out = machine.apply(Left(["b"]), 1.0, idle=True)
     assert orders.load("a", NEW) in out
     out = machine.apply(Left(["a"]), 1.0, idle=True)
-    assert out == [weight_instructions.Release(), orders.live("t", NEW, {})]
+    assert out == [Release(), orders.live("t", NEW, {})]
     machine = make("a")
     ask(machine)
     assert machine.apply(Left(["a"]), 1.0, idle=True) == []
@@ -120,14 +104,10 @@ def test_an_instance_lost_at_any_moment_is_not_waited_for():
 def test_a_restarted_buffer_takes_the_highest_version_it_meets():
     machine = make("a")
     out = machine.apply(orders.joined("b", weights=NEW), 1.0, idle=True)
-    assert out == [
-        weight_instructions.Expel("a"),
-        orders.load("a", NEW),
-        weight_instructions.Admit("b"),
-    ]
+    assert out == [Expel("a"), orders.load("a", NEW), Admit("b")]
     assert machine.live == NEW
     out = make("a").apply(orders.joined("b", weights=NEW), 1.0, idle=False)
-    assert out[0] == weight_instructions.Abort()
+    assert out[0] == Abort()
 
 
 def test_one_with_other_weights_of_the_same_version_gets_no_work():
@@ -143,7 +123,7 @@ def test_one_whose_digest_has_another_tag_shows_by_loading_which_weights_it_has(
     machine = make("a", weights=live)
     assert machine.apply(orders.joined("b", weights=other), 1.0, idle=True) == [orders.load("b", live)]
     assert machine.admitted == {"a"}
-    assert load(machine, "b") == [weight_instructions.Admit("b")]
+    assert load(machine, "b") == [Admit("b")]
 
 
 def test_digests_that_nobody_names_are_as_that_of_the_live_weights():
@@ -156,25 +136,23 @@ def test_digests_that_nobody_names_are_as_that_of_the_live_weights():
     assert machine.digests == "blake3-"
 
 
-@pytest.mark.parametrize(
-    ("version", "problem"), [(0, "must be above the live one, 1"), (1, "must be above the live one, 1")]
-)
-def test_versions_rise(version, problem):
+@pytest.mark.parametrize("version", [0, 1])
+def test_versions_rise(version):
     machine = make("a", weights=NEW)
     (fail,) = ask(machine, version=version, source="/elsewhere")
-    assert problem in fail.message.reasons[""]
+    assert "must be above the live one, 1" in fail.message.reasons[""]
     assert ask(machine, version=1) == [orders.live("t", NEW, {})]
 
 
 def test_an_update_waits_for_an_engine_that_comes_but_not_for_ever():
     machine = make()
-    assert ask(machine) == [weight_instructions.Hold()]
+    assert ask(machine) == [Hold()]
     out = machine.apply(orders.joined("a", weights=OLD), 5.0, idle=True)
     assert orders.kinds(out) == ["Admit", "PrepareWeights"]
     assert machine.apply(Left(["a"]), 6.0, idle=True) == []
     assert machine.apply(Tick(), 9.0, idle=True) == []
     release, fail = machine.apply(Tick(), 10.5, idle=True)
-    assert release == weight_instructions.Release()
+    assert release == Release()
     assert fail == orders.failed("t", 1, {"": "no engine is there to take weights: start one"})
 
 
@@ -252,7 +230,7 @@ def test_undefined_weights_never_become_live():
     assert machine.live is None
     assert machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True) == [
         orders.load("a", OLD),  # the model that it was started with, if that is the same
-        weight_instructions.Admit("b"),
+        Admit("b"),
     ]
     machine.apply(orders.joined("a", weights=broken), 0.0, idle=True)
     assert machine.admitted == {"b"}
@@ -261,14 +239,6 @@ def test_undefined_weights_never_become_live():
 
 
 # --- whoever comes to other weights while they change --------------------------------------------
-
-
-def updated_to(machine, version, *names):
-    """Prepare and commit an update; return what was said at the commit."""
-    ask(machine, version=version, source=f"/{version}")
-    out = prepare(machine, *names, digest=f"d{version}", version=version)
-    assert machine.live == Weights(version, f"d{version}", f"/{version}")
-    return out
 
 
 def loaded(machine, name, version, problem=""):
@@ -299,10 +269,7 @@ def test_one_admitted_while_others_prepare_prepares_too():
     machine = make("a", weights=NEW)
     machine.apply(orders.joined("b", weights=OLD), 0.0, idle=True)
     ask(machine, version=2, source="/2")
-    assert loaded(machine, "b", 1) == [
-        weight_instructions.Admit("b"),
-        orders.prepare("b", 2, "/2", 1),
-    ]
+    assert loaded(machine, "b", 1) == [Admit("b"), orders.prepare("b", 2, "/2", 1)]
     assert prepare(machine, "a", digest="d2", version=2) == []
     assert orders.load("b", Weights(2, "d2", "/2")) in prepare(machine, "b", digest="d2", version=2)
 
@@ -356,7 +323,7 @@ def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
             assert loaded(machine, "a", version, problem) == []
     assert not machine.admitted
     assert not machine.quarantined
-    assert loaded(machine, "a", 1) == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a", 1) == [Admit("a")]
     assert loaded(machine, "a", 1, "broken") == []
     loaded(machine, "b", 1, "no memory")
     assert loaded(machine, "b", 1) == []
@@ -390,13 +357,9 @@ def test_the_answer_says_the_number_of_the_question():
 def test_who_asks_again_waits_for_those_that_still_load():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
     machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True)
-    assert ask(machine, call_id=6) == [weight_instructions.Hold()]
+    assert ask(machine, call_id=6) == [Hold()]
     assert ask(machine, call_id=7) == []
-    assert load(machine, "b") == [
-        weight_instructions.Admit("b"),
-        weight_instructions.Release(),
-        orders.live("t", NEW, {}, 7),
-    ]
+    assert load(machine, "b") == [Admit("b"), Release(), orders.live("t", NEW, {}, 7)]
 
 
 def test_who_asks_again_has_those_that_could_not_load_try_again():
@@ -406,36 +369,22 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
     load(machine, "a")
     load(machine, "b", problem="disk full")
     again = Weights(1, "d1", "/again")
-    assert ask(machine, source="/again", digest="d1", call_id=6) == [
-        weight_instructions.Hold(),
-        orders.load("b", again),
-    ]
+    assert ask(machine, source="/again", digest="d1", call_id=6) == [Hold(), orders.load("b", again)]
     assert machine.admitted == {"a"}
     reason = {"b": "disk still full"}
-    assert load(machine, "b", problem=reason["b"]) == [
-        weight_instructions.Release(),
-        orders.live("t", NEW, reason, 6),
-    ]
+    assert load(machine, "b", problem=reason["b"]) == [Release(), orders.live("t", NEW, reason, 6)]
     ask(machine, source="/again", digest="d1", call_id=7)
-    assert load(machine, "b") == [
-        weight_instructions.Admit("b"),
-        weight_instructions.Release(),
-        orders.live("t", again, {}, 7),
-    ]
+    assert load(machine, "b") == [Admit("b"), Release(), orders.live("t", again, {}, 7)]
 
 
 def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_them_now():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
     machine.apply(orders.joined("b", weights=OLD), 1.0, idle=True)
-    assert ask(machine, source="spool:v1", digest="d1", call_id=6) == [weight_instructions.Hold()]
+    assert ask(machine, source="spool:v1", digest="d1", call_id=6) == [Hold()]
     assert machine.sources == {"/new", "spool:v1"}
     there = Weights(1, "d1", "spool:v1")
     assert load(machine, "b", problem="/new is gone") == [orders.load("b", there)]
-    assert load(machine, "b") == [
-        weight_instructions.Admit("b"),
-        weight_instructions.Release(),
-        orders.live("t", there, {}, 6),
-    ]
+    assert load(machine, "b") == [Admit("b"), Release(), orders.live("t", there, {}, 6)]
     assert machine.sources == {"spool:v1"}
 
 
@@ -462,7 +411,7 @@ def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
     machine.apply(orders.joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
     assert machine.loading == {"b"}  # what sleeps with the live weights may sleep on
     assert "c" not in machine.admitted
-    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [weight_instructions.Admit("c")]
+    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [Admit("c")]
 
 
 def test_draining_leaves_an_update_that_nobody_loads_yet_to_its_successor():
@@ -501,10 +450,7 @@ def test_only_who_was_told_to_load_what_is_live_now_is_believed():
     machine.apply(orders.loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
     assert machine.admitted == {"a"}
     machine.apply(
-        orders.joined("later", weights=Weights(5, "d5", "/5")),
-        3.0,
-        idle=True,
-        awake={"a", "later"},
+        orders.joined("later", weights=Weights(5, "d5", "/5")), 3.0, idle=True, awake={"a", "later"}
     )
     machine.apply(orders.loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
     assert not machine.quarantined
@@ -530,7 +476,7 @@ def test_what_could_not_load_tries_again_now_and_then():
     assert machine.quarantined == {"b": "disk still full"}
     assert machine.apply(Tick(), 63.9, idle=False) == []
     assert machine.apply(Tick(), 64.0, idle=False) == [orders.load("b", NEW)]
-    assert machine.apply(orders.loaded("b", 1), 65.0, idle=False) == [weight_instructions.Admit("b")]
+    assert machine.apply(orders.loaded("b", 1), 65.0, idle=False) == [Admit("b")]
     assert (machine.admitted, machine.quarantined) == ({"a", "b"}, {})
 
 
@@ -538,18 +484,13 @@ def test_an_update_that_waits_for_requests_of_a_version_that_none_has_goes_on_on
     machine = quarantined()
     machine.apply(Left(["a"]), 3.0, idle=False)
     assert ask(machine, version=2, source="/newer", now=30.0, idle=False) == [
-        weight_instructions.Hold(), orders.prepare("b", 2, "/newer", 2),
+        Hold(), orders.prepare("b", 2, "/newer", 2),
     ]  # fmt: skip
     assert prepare(machine, "b", digest="d2", version=2, idle=False) == []
     assert machine.apply(Tick(), 33.0, idle=False) == [orders.load("b", NEW)]
-    assert machine.apply(orders.loaded("b", 1), 34.0, idle=False) == [
-        weight_instructions.Admit("b")
-    ]  # it has checked version 2
+    assert machine.apply(orders.loaded("b", 1), 34.0, idle=False) == [Admit("b")]  # it has checked version 2
     newer = Weights(2, "d2", "/newer")
-    assert machine.apply(Tick(), 35.0, idle=True) == [
-        weight_instructions.Expel("b"),
-        orders.load("b", newer),
-    ]
+    assert machine.apply(Tick(), 35.0, idle=True) == [Expel("b"), orders.load("b", newer)]
 
 
 # --- who dropped its weights ---------------------------------------------------------------------
@@ -560,7 +501,7 @@ def dropped(*names, weights=OLD):
     machine = make(*names, weights=weights)
     for name in names:
         out = machine.apply(orders.lost_weights(name), 0.0, idle=True, awake=())
-        assert out == [weight_instructions.Expel(name)]
+        assert out == [Expel(name)]
     return machine
 
 
@@ -577,7 +518,7 @@ def test_what_was_dropped_is_loaded_again_once_all_is_awake():
         assert machine.reloading
         assert machine.apply(Tick(), 2.0, idle=True, awake=["a"]) == [orders.load("a", weights)]
         assert machine.loading == {"a"}
-        assert load(machine, "a") == [weight_instructions.Admit("a")]
+        assert load(machine, "a") == [Admit("a")]
         assert not machine.reloading
 
 
@@ -593,19 +534,19 @@ def test_updates_one_after_the_other_are_loaded_while_kv_sleeps():
         assert out == [orders.load("a", new), orders.load("b", new)]
         assert partly(machine, orders.loaded("a", version), "a", "b") == []
         out = partly(machine, orders.loaded("b", version), "a", "b")
-        assert out == [weight_instructions.Release(), orders.live("t", new, {})]
+        assert out == [Release(), orders.live("t", new, {})]
         assert not machine.admitted
     again = partly(machine, orders.update("t", 2, "/w2"), "a", "b")
     assert again[-1] == orders.live("t", new, {})
     out = machine.apply(Tick(), 2.0, idle=True, awake=["a", "b"])
-    assert out == [weight_instructions.Admit("a"), weight_instructions.Admit("b")]
+    assert out == [Admit("a"), Admit("b")]
 
 
 def test_a_version_that_was_dropped_is_not_taken_by_other_weights():
     machine = dropped("a", weights=NEW)
     [failed] = partly(machine, orders.update("t", 1, "/other", "other"), "a")
     assert "must be above the live one, 1" in failed.message.reasons[""]
-    assert partly(machine, orders.update("t", 1, "/elsewhere", "d1"), "a")[0] == (weight_instructions.Hold())
+    assert partly(machine, orders.update("t", 1, "/elsewhere", "d1"), "a")[0] == (Hold())
 
 
 def test_an_engine_that_does_not_find_its_own_model_tries_again():
@@ -638,7 +579,7 @@ def test_who_comes_back_with_a_version_keeps_others_from_giving_it_other_bytes()
     assert not machine.admitted
     # Nobody has version 0, so it may be sent, also with another digest; but then b comes back with it.
     machine.apply(orders.update("t", 0, "/other", "d"), 2.0, idle=True)
-    assert weight_instructions.Admit("b") in machine.apply(orders.joined("b", weights=OLD), 2.0, idle=True)
+    assert Admit("b") in machine.apply(orders.joined("b", weights=OLD), 2.0, idle=True)
     machine.apply(orders.prepared("a", 0, "d"), 2.0, idle=True)
     out = machine.apply(orders.prepared("b", 0, "d"), 2.0, idle=True)
     assert out[-1] == orders.failed("t", 0, {"": "version 0 must be above the live one"})

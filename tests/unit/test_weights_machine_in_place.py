@@ -4,7 +4,7 @@ import msgspec
 import orders
 
 from seer.services.buffer.events import Left, Tick, Weights
-from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.instructions import Admit, Expel, Hold, Release
 from seer.services.buffer.weights.weights_machine import GONE, RETRY_SECONDS, WeightsMachine
 
 CHECKED = Weights(1, "d1", "spool:one")
@@ -36,14 +36,10 @@ def loaded(machine, name, problem="", version=5, call_id=0):
 def test_the_trainer_hears_who_loads_and_nobody_else_does():
     machine = make("a", "b")
     out = begin(machine, "a", "b")
-    assert out[-3:] == [
-        orders.load("a", FIVE),
-        orders.load("b", FIVE),
-        orders.loading("t", 5, ["a", "b"], 7),
-    ]
+    assert out[-3:] == [orders.load("a", FIVE), orders.load("b", FIVE), orders.loading("t", 5, ["a", "b"], 7)]
     assert machine.apply(orders.joined("c", weights=CHECKED), 1.5, idle=True) == []
     assert machine.quarantined == {"c": f"version 5 {GONE}"}
-    assert loaded(machine, "a") == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a") == [Admit("a")]
     out = loaded(machine, "b", "no room")
     assert out[-1] == orders.live("t", FIVE, {"b": "no room", "c": f"version 5 {GONE}"}, 7)
     assert machine.apply(Tick(), 2.0 + RETRY_SECONDS, idle=True) == []
@@ -65,7 +61,7 @@ def test_if_none_has_them_the_checked_ones_are_live_again_and_loaded_everywhere(
     out = loaded(machine, "b", "the trainer is gone, too")
     reasons = {"a": "the trainer is gone", "b": "the trainer is gone, too"}
     assert out == [
-        weight_instructions.Release(),
+        Release(),
         orders.failed("t", 5, reasons, 7),
         orders.load("a", CHECKED, call_id=1),
         orders.load("b", CHECKED, call_id=1),
@@ -73,7 +69,7 @@ def test_if_none_has_them_the_checked_ones_are_live_again_and_loaded_everywhere(
     assert machine.live == CHECKED
     assert loaded(machine, "a") == []  # about the update that failed
     assert loaded(machine, "a", version=1) == []  # about these weights, ordered before that
-    assert loaded(machine, "a", version=1, call_id=1) == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a", version=1, call_id=1) == [Admit("a")]
 
 
 def test_an_answer_to_a_try_that_failed_is_not_taken_for_one_to_the_next():
@@ -90,7 +86,7 @@ def test_an_answer_to_a_try_that_failed_is_not_taken_for_one_to_the_next():
     assert orders.load("a", five, call_id=1) in again
     assert loaded(machine, "a") == []  # it got the first ones after all
     assert not machine.admitted
-    assert loaded(machine, "a", call_id=1) == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a", call_id=1) == [Admit("a")]
 
 
 def test_one_that_said_why_before_it_ended_is_quoted():
@@ -117,7 +113,7 @@ def test_after_two_in_place_the_last_checked_ones_are_live_again_and_the_lost_ve
     loaded(machine, "a", version=1, call_id=1)
     why = "version 4 must not be below 5, which was live before"
     assert begin(machine, version=4)[-1] == orders.failed("t", 4, {"": why}, 7)
-    assert weight_instructions.Hold() in begin(machine, version=5)  # as a trainer repeats its last update
+    assert Hold() in begin(machine, version=5)  # as a trainer repeats its last update
 
 
 def test_with_nothing_to_go_back_to_all_wait_for_the_next_update():
@@ -173,7 +169,7 @@ def test_ones_that_dropped_weights_in_place_take_the_next_ones_while_their_kv_sl
         loaded(machine, name)
     for name in ("a", "b"):
         dropped = orders.lost_weights(name)
-        assert machine.apply(dropped, 3.0, idle=True, awake=()) == [weight_instructions.Expel(name)]
+        assert machine.apply(dropped, 3.0, idle=True, awake=()) == [Expel(name)]
     assert machine.quarantined == dict.fromkeys("ab", f"version 5 {GONE}")
     assert not machine.reloading, "nothing is to be loaded again, so nothing waits for it"
     # The weights wake: a takes those of the next update, b does not answer any more.
@@ -189,4 +185,4 @@ def test_ones_that_dropped_weights_in_place_take_the_next_ones_while_their_kv_sl
     assert out[-1] == orders.live("t", six, {"b": "it ended while it loaded them"}, 8)
     assert not machine.admitted, "the KV cache sleeps on"
     awake = {"idle": True, "awake": ("a",), "weights_awake": ("a",)}
-    assert machine.apply(Tick(), 6.0, **awake) == [weight_instructions.Admit("a")]
+    assert machine.apply(Tick(), 6.0, **awake) == [Admit("a")]
