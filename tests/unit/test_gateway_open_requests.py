@@ -185,6 +185,21 @@ async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     assert set(await held) == {"held"}
 
 
+async def test_a_pause_right_after_a_resume_holds_what_waited() -> None:
+    buffer = FakeBuffer()
+    requests = desk_of(buffer)
+    requests.pause(abort=False)
+    task = ask(requests)
+    await asyncio.sleep(1)
+    requests.resume()
+    requests.pause(abort=True)  # as both may come to a process at once
+    await asyncio.sleep(5)
+    assert not buffer.asked
+    assert requests.under_way == 0
+    requests.resume()
+    assert (await task).keys() == {"a"}
+
+
 async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer, seconds=30)
