@@ -57,11 +57,8 @@ class Top:
 
     async def run(self) -> None:
         """Show the system until `ended`. Raises `SeerError` if the first question is not answered."""
-        self._take(await self._observer.status(ANSWER_SECONDS))
         end = asyncio.ensure_future(self.ended.wait())
         while not self.ended.is_set():
-            self.draw()
-            await asyncio.wait([end], timeout=PERIOD_SECONDS)
             question = asyncio.ensure_future(self._observer.status(ANSWER_SECONDS))
             await asyncio.wait([end, question], return_when=asyncio.FIRST_COMPLETED)
             if self.ended.is_set():
@@ -71,8 +68,11 @@ class Top:
             except asyncio.CancelledError:
                 break
             except SeerError as error:
-                if self._glance is not None:
-                    self._glance = self._glance._replace(problem=str(error))
+                if self._glance is None:
+                    raise
+                self._glance = self._glance._replace(problem=str(error))
+            self.draw()
+            await asyncio.wait([end], timeout=PERIOD_SECONDS)
 
     def _take(self, status: Status) -> None:
         now = asyncio.get_running_loop().time()
