@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,11 +17,10 @@ from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer_client import Outcome, Question, Sink
-from seer.gateway.control import Control
+from seer.gateway.control import Control, obey
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
-from seer.gateway.this_process import ThisProcess
 
 pytestmark = VIRTUAL
 
@@ -354,7 +354,7 @@ def control_of(
 ) -> Control:
     config = Config(gateway=GatewayConfig(**settings), buffer=BufferConfig(update_seconds=seconds))  # type: ignore[arg-type]
     models = Models("/m/base", "", buffer)  # type: ignore[arg-type]
-    return Control(config, buffer, [ThisProcess(requests, models) for requests in desks])  # type: ignore[arg-type]
+    return Control(config, buffer, [partial(obey, requests, models) for requests in desks])  # type: ignore[arg-type]
 
 
 async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None:
@@ -373,7 +373,7 @@ async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None
     with pytest.raises(HttpError, match="still under way after 50 s") as info:
         await control.pause("wait")
     assert info.value.status == 504
-    assert await control.is_paused()
+    assert control.paused
     await later
 
 
