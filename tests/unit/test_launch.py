@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -222,6 +223,22 @@ async def test_a_lost_child_is_started_again() -> None:
         assert not set(after.values()) & set(before.values())
     assert "buffer was killed by SIGKILL" in "\n".join(said)
     assert await gone([*before.values(), *after.values()])
+
+
+async def test_a_lost_child_that_cannot_be_started_at_first_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, said = asyncio.create_subprocess_exec, list[str]()
+
+    async def failing(*_: object, **__: object) -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", failing)
+        os.kill(system.pids["dgds"], signal.SIGKILL)
+        await system.run(eventually(lambda: "dgds is back" in said))
+    assert any("dgds cannot be started: [Errno 11] no more processes" in line for line in said)
 
 
 async def test_an_exception_stops_everything_and_a_child_that_dies_meanwhile_stays_dead() -> None:
