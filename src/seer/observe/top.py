@@ -29,7 +29,7 @@ from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure
 from seer.common.wire import Status
 from seer.observe.observer import Observer
-from seer.observe.screen import Glance, last_scroll, screen, tokens_per_second
+from seer.observe.screen import Glance, screen, tokens_per_second
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
@@ -87,8 +87,7 @@ class Top:
         """Draw the screen anew."""
         if self._glance is not None and self._live.is_started:
             width, height = self._live.console.size
-            self._scroll = min(self._scroll, last_scroll(self._glance, width, height, self._explained))
-            shown = screen(self._glance, width, height, self._scroll, self._explained)
+            shown, self._scroll = screen(self._glance, width, height, self._scroll, self._explained)
             self._live.update(shown, refresh=True)
 
     def pressed(self, keys: str) -> None:
