@@ -371,6 +371,16 @@ async def test_stubborn_children_and_their_children_are_killed(
     assert said[0] == "engine-0 did not end 0.4 s after SIGTERM: killed"
 
 
+async def test_a_drain_ends_once_no_engine_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CHILD_buffer", "stubborn")
+    monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
+    monkeypatch.setenv("CHILD_engine_0", "once")
+    said: list[str] = []
+    async with asyncio.timeout(60), LocalSystem(REPLAY, 1, drain=True, say=said.append):
+        pass
+    assert any("engine-0 is given up" in line for line in said)
+
+
 def test_long_temporary_folders_do_not_make_long_socket_paths(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
