@@ -49,6 +49,7 @@ from seer.gateway.request_bodies import (
     DetokenizeBody,
     GenerateBody,
     StreamOptions,
+    TextFields,
     TokenizeBody,
     alternatives,
     read_body,
@@ -350,7 +351,7 @@ class GenerationRoutes:
             raise bad("tool_choice", choice, "give it or what the text must be, not both")
         return structs.replace(sampling, structured_outputs=json_constraint(schema, "tools")), reader
 
-    def _style(self, body: CompletionBody | ChatBody, *, shown: bool) -> Style:
+    def _style(self, body: TextFields, *, shown: bool) -> Style:
         texts = None if body.return_tokens_as_token_ids else self._text.tokens
         return Style(logprobs=shown, token_ids=bool(body.return_token_ids), token_texts=texts)
 
