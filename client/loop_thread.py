@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
+from weakref import WeakSet
 
 A = TypeVar("A")
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any, None])
@@ -49,6 +50,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
+        self._begun: WeakSet[Future[Any]] = WeakSet()
 
     @property
     def running(self) -> bool:
@@ -67,7 +69,9 @@ class LoopThread:
         """Start the work. Raises `RuntimeError` before `start` and after `stop`."""
         with self._lock:  # what is begun before the stop is cancelled by it
             if self._loop is not None:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._begun.add(future)
+                return future
         work.close()
         raise RuntimeError("use the client inside its with block")
 
@@ -90,6 +94,8 @@ class LoopThread:
         if loop is not None:
             asyncio.run_coroutine_threadsafe(_end(loop), loop)
             self._thread.join()
+            for future in self._begun:  # of work that did not end in time
+                future.cancel()
             loop.close()
 
 

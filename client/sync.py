@@ -99,8 +99,10 @@ class SyncRolloutClient(WithBlock[RolloutClient]):
     def close(self) -> None:
         """Cancel what is unfinished and leave; idempotent."""
         if self._thread.running:
-            self._thread.call(self._of.close())
-            self._thread.stop()
+            try:
+                self._thread.call(self._of.close())
+            finally:
+                self._thread.stop()
 
 
 class SyncScores(WithBlock[Scores]):

@@ -245,6 +245,37 @@ async def test_a_service_that_is_away_is_left_out_and_nobody_waits_for_it_for_lo
         looking.close()
 
 
+async def test_all_who_look_at_once_see_all_services():
+    async with running(1) as cluster:
+        looking = observer(cluster)
+        seen = await asyncio.gather(*(looking.look(5.0) for _ in range(3)))
+        assert [each.services.keys() for each in seen] == [{"context", "dgds"}] * 3
+        looking.close()
+
+
+async def test_who_waits_less_long_takes_nobody_s_answer():
+    async with running(1) as cluster:
+        looking = observer(cluster)
+        await looking.status(5.0)
+        asyncio.get_running_loop().freeze("buffer")
+        patient = asyncio.create_task(looking.status(10.0))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Unreachable, match="within 1 s"):
+            await looking.status(1.0)
+        left = asyncio.create_task(looking.status(10.0))
+        asyncio.get_running_loop().thaw("buffer")
+        uptime = (await patient).uptime_seconds
+        await left
+        asyncio.get_running_loop().freeze("buffer")
+        cancelled = asyncio.create_task(looking.status(10.0))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        asyncio.get_running_loop().thaw("buffer")
+        await asyncio.sleep(3.0)
+        assert (await looking.status(5.0)).uptime_seconds > uptime + 3.0, "an answer to an earlier question"
+        looking.close()
+
+
 def test_the_lag_is_the_largest_of_the_last_minute_whoever_asks():
     lag = LoopLag()
     for now, late in ((0.0, 0.5), (10.0, 0.1), (20.0, 0.3), (30.0, 0.2)):

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 
 import pytest
 from keyed_system import rolled, running
+
+from seer.observe.top import ANSWER_SECONDS
 
 LEFT = "\x1b[?1049l"
 """Leaves the alternate screen."""
@@ -137,6 +140,21 @@ async def test_an_error_leaves_the_terminal_as_it_was_too():
         assert terminal.restored()
     finally:
         terminal.close()
+
+
+async def test_a_key_ends_it_before_the_first_answer():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = ["top", "--connect", f"tcp://127.0.0.1:{silent.getsockname()[1]}"]
+        terminal = Terminal([sys.executable, "-m", "seer.cli.main", *command], {})
+        try:
+            await asyncio.to_thread(silent.accept)
+            began = time.monotonic()
+            terminal.press("q")
+            assert await terminal.ended() == 0
+            assert time.monotonic() - began < ANSWER_SECONDS - 1
+            assert terminal.restored()
+        finally:
+            terminal.close()
 
 
 @pytest.mark.parametrize("command", [["top"], ["top", "--connect", "tcp://127.0.0.1:1"]])

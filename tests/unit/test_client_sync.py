@@ -38,6 +38,18 @@ def test_plain_iteration(endpoint: str) -> None:
         client.status()
 
 
+def test_a_close_that_fails_leaves_no_thread(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = RolloutClient.close
+
+    async def failing(client: RolloutClient) -> None:
+        await close(client)
+        raise OSError("failed")
+
+    with pytest.raises(OSError, match="failed"), SyncRolloutClient(endpoint):
+        monkeypatch.setattr(RolloutClient, "close", failing)
+    assert "seer-client" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_errors_come_through(endpoint: str) -> None:
     with SyncRolloutClient(endpoint) as client:
         rollout = client.submit([[1, 2], [3]], n=1)

@@ -144,12 +144,19 @@ def test_who_does_not_finish_delays_nobody_and_is_disconnected(server, certifica
         each.settimeout(10)
         assert each.recv(1) == b"", "a handshake that does not come is ended"
         each.close()
-    plain = server().port
-    slow = socket.create_connection(("127.0.0.1", plain))
+    for slow in (
+        socket.create_connection(("127.0.0.1", server().port)),
+        trusting.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1"),
+    ):
+        until_ended(slow)
+
+
+def until_ended(slow):
+    """Send bytes, each of which comes in time, of a request that never does."""
     slow.settimeout(0.1)
     began = time.monotonic()
-    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe|over"):
-        while time.monotonic() < began + 10:  # each byte comes in time, the request never
+    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe|over|EOF"):
+        while time.monotonic() < began + 10:
             slow.sendall(b"G")
             try:
                 if slow.recv(1) == b"":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,9 @@ from virtual_time import VIRTUAL
 from seer.client import LoraAdapter
 from seer.common.config import Config
 from seer.common.errors import WeightsRefused
-from seer.gateway.control import Control
+from seer.gateway.control import Control, obey
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Adapter, Models
-from seer.gateway.this_process import ThisProcess
 
 pytestmark = VIRTUAL
 
@@ -92,7 +92,7 @@ def control():
     named = [Models("/m/base", "", buffer) for _ in range(2)]
     config = Config()
     config = replace(config, shared=replace(config.shared, model="/m/base"))
-    return buffer, named, Control(config, buffer, [ThisProcess(None, each) for each in named])
+    return buffer, named, Control(config, buffer, [partial(obey, None, each) for each in named])
 
 
 async def test_adapters_are_updates_that_every_process_knows_of():

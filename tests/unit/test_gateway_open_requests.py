@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,11 +17,10 @@ from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer_client import Outcome, Question, Sink
-from seer.gateway.control import Control
+from seer.gateway.control import Control, obey
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
-from seer.gateway.this_process import ThisProcess
 
 pytestmark = VIRTUAL
 
@@ -185,6 +185,21 @@ async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     assert set(await held) == {"held"}
 
 
+async def test_a_pause_right_after_a_resume_holds_what_waited() -> None:
+    buffer = FakeBuffer()
+    requests = desk_of(buffer)
+    requests.pause(abort=False)
+    task = ask(requests)
+    await asyncio.sleep(1)
+    requests.resume()
+    requests.pause(abort=True)  # as both may come to a process at once
+    await asyncio.sleep(5)
+    assert not buffer.asked
+    assert requests.under_way == 0
+    requests.resume()
+    assert (await task).keys() == {"a"}
+
+
 async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer, seconds=30)
@@ -339,7 +354,7 @@ def control_of(
 ) -> Control:
     config = Config(gateway=GatewayConfig(**settings), buffer=BufferConfig(update_seconds=seconds))  # type: ignore[arg-type]
     models = Models("/m/base", "", buffer)  # type: ignore[arg-type]
-    return Control(config, buffer, [ThisProcess(requests, models) for requests in desks])  # type: ignore[arg-type]
+    return Control(config, buffer, [partial(obey, requests, models) for requests in desks])  # type: ignore[arg-type]
 
 
 async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None:
@@ -358,7 +373,7 @@ async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None
     with pytest.raises(HttpError, match="still under way after 50 s") as info:
         await control.pause("wait")
     assert info.value.status == 504
-    assert await control.is_paused()
+    assert control.paused
     await later
 
 

@@ -7,6 +7,7 @@ import pytest
 import zmq
 from click.testing import CliRunner
 
+from seer.cli import keys
 from seer.cli.keys import add, init, listed, revoke, rotate
 from seer.cli.main import main
 from seer.common.config import SecurityConfig
@@ -70,6 +71,27 @@ def test_who_is_added_can_be_found_until_it_is_revoked(folder):
     assert peers.find(public_of(other)) == User("engine", "*")
     with pytest.raises(ConfigError, match="has no key"):
         revoke(folder, ["trainer:run7"])
+
+
+def test_of_two_who_make_keys_at_once_one_is_refused(tmp_path, monkeypatch):
+    locked = keys._locked
+
+    def meanwhile(folder):
+        monkeypatch.setattr(keys, "_locked", locked)
+        init(folder)
+        return locked(folder)
+
+    monkeypatch.setattr(keys, "_locked", meanwhile)
+    with pytest.raises(ConfigError, match="has keys already"):
+        init(tmp_path / "keys")
+    assert listed(tmp_path / "keys").count("\n") == 2
+
+
+def test_who_is_named_twice_gets_one_key(folder):
+    before = listed(folder)
+    with pytest.raises(ConfigError, match="trainer:a has a key already"):
+        add(folder, ["trainer:a", "trainer:a"], "")
+    assert listed(folder) == before
 
 
 def test_a_key_expires(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -224,6 +225,22 @@ async def test_a_lost_child_is_started_again() -> None:
     assert await gone([*before.values(), *after.values()])
 
 
+async def test_a_lost_child_that_cannot_be_started_at_first_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, said = asyncio.create_subprocess_exec, list[str]()
+
+    async def failing(*_: object, **__: object) -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", failing)
+        os.kill(system.pids["dgds"], signal.SIGKILL)
+        await system.run(eventually(lambda: "dgds is back" in said))
+    assert any("dgds cannot be started: [Errno 11] no more processes" in line for line in said)
+
+
 async def test_an_exception_stops_everything_and_a_child_that_dies_meanwhile_stays_dead() -> None:
     system = LocalSystem(REPLAY, 1)
     with pytest.raises(KeyError):
@@ -352,6 +369,16 @@ async def test_stubborn_children_and_their_children_are_killed(
         assert all(map(alive, pids))
     assert await gone(pids)
     assert said[0] == "engine-0 did not end 0.4 s after SIGTERM: killed"
+
+
+async def test_a_drain_ends_once_no_engine_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CHILD_buffer", "stubborn")
+    monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
+    monkeypatch.setenv("CHILD_engine_0", "once")
+    said: list[str] = []
+    async with asyncio.timeout(60), LocalSystem(REPLAY, 1, drain=True, say=said.append):
+        pass
+    assert any("engine-0 is given up" in line for line in said)
 
 
 def test_long_temporary_folders_do_not_make_long_socket_paths(

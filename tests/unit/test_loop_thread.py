@@ -24,6 +24,7 @@ from seer.client import (
     SyncRollout,
     SyncRolloutClient,
     SyncScores,
+    loop_thread,
 )
 from seer.client.loop_thread import LoopThread
 from seer.client.turns import SyncTrajectory, SyncTrajectoryRollout, Trajectory, TrajectoryRollout
@@ -115,13 +116,19 @@ def test_an_interrupt_cancels_the_work() -> None:
     thread.stop()
 
 
-def test_a_stop_ends_what_other_threads_wait_for() -> None:
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_stop_ends_what_other_threads_wait_for(monkeypatch: pytest.MonkeyPatch, stubborn: bool) -> None:
+    monkeypatch.setattr(loop_thread, "END_SECONDS", 0.2)
     thread, began = LoopThread().start(), threading.Event()
     ends: list[BaseException] = []
 
     async def work() -> None:
         began.set()
-        await asyncio.sleep(3600)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            if stubborn:
+                await asyncio.sleep(3600)
 
     def wait() -> None:
         try:

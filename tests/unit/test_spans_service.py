@@ -154,6 +154,16 @@ async def test_it_ends_in_time_though_the_collector_hangs(log, receiver, monkeyp
     assert service._dropped["unsent"] > 0
 
 
+async def test_what_the_collector_did_not_take_in_time_is_counted(log, receiver, monkeypatch):
+    monkeypatch.setattr(service_module, "FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr(service_module, "PAUSE_SECONDS", 0.8)
+    receiver.status = 429
+    async with following(log, receiver.url) as service:
+        await until(lambda: receiver.tries)
+    assert service._dropped["unsent"] > 0
+    assert receiver.tries < 12, "a collector that has too much to do is asked without a pause"
+
+
 async def test_what_is_left_is_sent_before_it_ends(log, receiver, monkeypatch):
     monkeypatch.setattr(service_module, "POLL_SECONDS", 30.0)
     async with following(log, receiver.url):

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from statuses import engine, status
 
 from seer.common.wire import RolloutStatus, Unwritten
-from seer.observe.screen import HEAD, OPEN_HEAD, WORDS, Glance, duration, last_scroll, screen, sparkline
+from seer.observe.screen import HEAD, OPEN_HEAD, WORDS, Glance, duration, screen, sparkline
 
 GLANCE = Glance(status(tokens=816), status(), 1.0, rates=(1000.0, 2000.0, 3264.0))
 
@@ -28,7 +28,7 @@ q quit   ? what words mean   ↑ ↓ scroll"""
 
 
 def lines(glance, width=80, height=24, scroll=0):
-    return [line.rstrip() for line in screen(glance, width, height, scroll).plain.split("\n")]
+    return [line.rstrip() for line in screen(glance, width, height, scroll)[0].plain.split("\n")]
 
 
 def test_80_columns_show_all():
@@ -46,7 +46,7 @@ def test_a_log_that_cannot_be_written_stands_above_the_rollouts_with_its_reason(
 @given(st.integers(20, 200), st.integers(5, 60), st.integers(0, 700), st.integers(0, 600), st.booleans())
 def test_it_fits_whatever_the_size(width, height, scroll, engines, explained):
     glance = Glance(status(engines), None)
-    shown = screen(glance, width, height, scroll, explained).plain.split("\n")
+    shown = screen(glance, width, height, scroll, explained)[0].plain.split("\n")
     assert len(shown) <= height
     assert all(cell_len(line) <= width for line in shown)
     assert shown[-1].startswith("q quit")
@@ -78,8 +78,8 @@ def test_rollouts_are_named_where_there_are_several_and_an_old_buffer_tells_no_c
 def test_every_word_of_the_tables_is_explained():
     words = ", ".join(word for word, _ in WORDS).split(", ")
     assert {*HEAD, *OPEN_HEAD, "KV used", "rollout", "in its tail", "held"} <= set(words)
-    last = last_scroll(GLANCE, 80, 24, explained=True)
-    pages = [screen(GLANCE, 80, 24, scroll, explained=True).plain for scroll in range(last + 1)]
+    _, last = screen(GLANCE, 80, 24, 10**6, explained=True)
+    pages = [screen(GLANCE, 80, 24, scroll, explained=True)[0].plain for scroll in range(last + 1)]
     seen = " ".join(" ".join(pages).split())
     for word, meaning in WORDS:
         assert word in seen
@@ -89,7 +89,7 @@ def test_every_word_of_the_tables_is_explained():
 
 def test_a_long_table_scrolls_to_its_end_and_no_further():
     glance = Glance(status(512), None)
-    last = last_scroll(glance, 80, 24)
+    _, last = screen(glance, 80, 24, 10**6)
     end = lines(glance, scroll=10**6)
     assert end == lines(glance, scroll=last) != lines(glance, scroll=last - 1)
     assert any("p18#3" in line for line in end)
@@ -123,7 +123,7 @@ def test_texts_of_peers_are_escaped():
         ),
         problem=evil,
     )
-    shown = screen(glance, 200, 24).plain
+    shown = screen(glance, 200, 24)[0].plain
     assert all(character.isprintable() or character == "\n" for character in shown)
     assert shown.count("\n") == 23
     assert shown.count("\\x1b[2J") >= 5

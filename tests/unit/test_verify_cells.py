@@ -14,13 +14,14 @@ from msgspec.structs import fields
 
 from seer.client.results import Group, Response
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, SeerError
 from seer.common.policy.device_defaults import Device
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.vllm_settings import VllmSettings
 from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
+from seer.verify import cell_run
 from seer.verify.cell_run import _and_once, _final_status
 from seer.verify.cells import CELLS, choose, scarce_pool_bytes, settled
 from seer.verify.parameters import every_parameter
@@ -281,6 +282,16 @@ async def test_counters_are_the_last_ones_though_a_killed_engine_took_its_own_al
     (instance,) = await _final_status(Client(), 100)
     assert instance.stats.pool_tokens == last
     assert not reports
+
+
+async def test_an_engine_that_is_gone_at_the_end_is_its_cell_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        async def status(self) -> SimpleNamespace:
+            return SimpleNamespace(instances=[])
+
+    monkeypatch.setattr(cell_run, "STATUS_WAIT_SECONDS", 0.0)
+    with pytest.raises(SeerError, match="no engine is there"):
+        await _final_status(Client(), 100)
 
 
 def answered(*texts: str) -> list[Group]:

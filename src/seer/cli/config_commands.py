@@ -49,23 +49,16 @@ def config_group() -> None:
 @click.option("--tokens", "mean_tokens", type=POSITIVE, default=16_384, show_default=True,
     help="Tokens of a response, on average.",
 )  # fmt: skip
-def check(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    model: Path | None,
-    engines: int | None,
-    gpu_gib: float | None,
-    memory: dict[str, float],
-    disk_gib: float | None,
-    mean_tokens: int,
-) -> None:
+def check(files: tuple[Path, ...], sets: tuple[str, ...], **given: object) -> None:
     """Show what every process would use by FILE, and what a cluster of its size should change.
 
     FILE is a configuration; further ones, *.env, have lines SEER_SECTION__KEY=VALUE, as those of Kubernetes.
     Exits with 1 if something should change. Nothing is started.
     """
+    import msgspec
+
     from seer.config_check.command import Given, check
 
-    text, changes = check(files, sets, Given(model, engines, gpu_gib, memory, disk_gib, mean_tokens))
+    text, changes = check(files, sets, msgspec.convert(given, Given))
     click.echo(text)
     sys.exit(1 if changes else 0)

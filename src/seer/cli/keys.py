@@ -25,11 +25,11 @@ LIST, PUB = Path("public", "peers"), Path("public", "server.pub")
 
 def init(folder: Path) -> list[Path]:
     """Make a folder with the services' key and an operator's; return their files. Raises `ConfigError`."""
-    if _secret(folder, SERVICES).exists():
-        raise ConfigError(f"{folder} has keys already: `seer keys rotate {folder}` makes new ones")
     # Services that run as other users read what is public, and nothing else.
     folder.mkdir(mode=0o711, parents=True, exist_ok=True)
     with _locked(folder):
+        if _secret(folder, SERVICES).exists():
+            raise ConfigError(f"{folder} has keys already: `seer keys rotate {folder}` makes new ones")
         (folder / LIST).parent.mkdir(mode=0o755, exist_ok=True)
         _write(folder / LIST, "", 0o644)
         return [_new(folder, SERVICES, ""), _new(folder, OWNER, "")]
@@ -44,6 +44,7 @@ def add(folder: Path, users: Sequence[str], until: str) -> list[Path]:
             if str(user) in known:
                 fix = f"`seer keys rotate {folder} {user}` makes a new one"
                 raise ConfigError(f"{user} has a key already: {fix}")
+            known.add(str(user))
         return [_new(folder, user, until) for user in wanted]
 
 

@@ -29,20 +29,13 @@ from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of, log_
 @click.option("--password-file", type=FILE, help="Serve only who knows its one line, USER:PASSWORD.")
 @click.option("--ready-fd", type=int, hidden=True)
 @CONFIG
-def exporter(
-    connect: str,
-    listen: str,
-    certificate: Path | None,
-    key: Path | None,
-    client_ca: Path | None,
-    password_file: Path | None,
-    ready_fd: int | None,
-    **options: object,
-) -> None:
+def exporter(connect: str, listen: str, ready_fd: int | None, **options: object) -> None:
     """Serve a running system's metrics to Prometheus, at /metrics.
 
     With keys it needs an observer's: security.key and security.server. docs/operations.md lists the metrics.
     """
+    import msgspec
+
     from seer.common.errors import ConfigError, InvalidField
     from seer.common.process.service import run_process
 
@@ -54,11 +47,11 @@ def exporter(
     host, _, port = listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise InvalidField("--listen", listen, "give HOST:PORT, as 127.0.0.1:7112")
-    access = Access(certificate=certificate, key=key, client_ca=client_ca, password_file=password_file)
     config = config_of(options)
     make = functools.partial(
-        Exporter, connect=endpoint_of(connect, config), listen=(host.strip("[]"), int(port)), access=access
-    )
+        Exporter, connect=endpoint_of(connect, config), listen=(host.strip("[]"), int(port)),
+        access=msgspec.convert(options, Access),
+    )  # fmt: skip
     sys.exit(run_process("exporter", make, config, ready_fd))
 
 

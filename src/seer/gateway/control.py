@@ -28,7 +28,8 @@ from seer.common.errors import SeerError, WeightsRefused
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
-from seer.gateway.models import Adapter
+from seer.gateway.models import Adapter, Models
+from seer.gateway.open_requests import OpenRequests
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -75,6 +76,25 @@ Process = Callable[[Order], Awaitable[object]]
 """One process that serves requests: returns once an order is done. One that has ended answers None."""
 
 
+async def obey(requests: OpenRequests, models: Models, order: Order) -> object:
+    """Do what is asked of the process with these requests, which name these models; return the answer."""
+    match order:
+        case Pause():
+            requests.pause(abort=order.abort)
+        case Abort():
+            requests.abort()
+        case Idle():
+            return await requests.idle(order.seconds)
+        case Resume():
+            requests.resume()
+        case Loaded():
+            models.loaded(order.adapter, order.loading)
+        case Counts():
+            now = {"open_requests": requests.open_requests, "under_way": requests.under_way}
+            return {**requests.counters, "processes": 1, **now}
+    return None
+
+
 class Control:
     """`processes` may grow and shrink; one that joins while generation is paused must be paused first."""
 
@@ -82,10 +102,11 @@ class Control:
         self._model = config.shared.model
         self._models = (self._model, config.gateway.model_name or PurePosixPath(self._model).name)
         self._on_update, self._seconds = config.gateway.on_update, config.buffer.update_seconds
-        self._buffer = buffer
+        self.buffer = buffer
         self._processes = processes
         self._update: asyncio.Task[str] | None = None
         self.paused = False
+        """Whether requests wait for `resume`."""
         self.adapter: Adapter | None = None
         """The last adapter that was loaded here, unless other weights were since."""
         self.loading: Adapter | None = None
@@ -94,7 +115,7 @@ class Control:
         """Submit nothing; end what is under way (`abort`), wait for it (`wait`) or let it go on (`keep`)."""
         self.paused = True
         await self._all(Pause(mode == "abort"))
-        if mode == "wait" and not await self._idle():
+        if mode == "wait" and False in await self._all(Idle(self._seconds)):
             limit = f"{self._seconds:g} s (buffer.update_seconds)"
             raise HttpError(504, f"paused, but requests are still under way after {limit}")
 
@@ -102,10 +123,6 @@ class Control:
         """Submit what waited, and what comes."""
         self.paused = False
         await self._all(Resume())
-
-    async def is_paused(self) -> bool:
-        """Return whether requests wait for `resume`."""
-        return self.paused
 
     async def update(self, folder: str, field: str) -> str:
         """Have the engines load a folder; return its version, the one after the live one.
@@ -134,7 +151,7 @@ class Control:
         await self._shielded(self._load(self._model, self._model, "shared.model"))
 
     async def _is_live(self, name: str) -> bool:
-        live = (await self._buffer.fresh_status()).weight_version
+        live = (await self.buffer.fresh_status()).weight_version
         return self.adapter is not None and (self.adapter.name, self.adapter.version) == (name, live)
 
     async def _shielded(self, load: Coroutine[None, None, str]) -> str:
@@ -151,11 +168,11 @@ class Control:
     async def _load(self, source: str | LoraAdapter, folder: str, field: str, adapter: str = "") -> str:
         if self._on_update == "refuse" and (busy := (await self.counts())["under_way"]):
             raise HttpError(409, f"{busy} requests are under way (gateway.on_update = refuse): wait for them")
-        status = await self._buffer.fresh_status()
+        status = await self.buffer.fresh_status()
         self.loading = Adapter(adapter, folder, status.weight_version + 1) if adapter else None
         try:
             await self._tell_of_adapters()
-            live = await self._buffer.client.update_weights(
+            live = await self.buffer.client.update_weights(
                 status.weight_version + 1,
                 source,
                 in_flight=_IN_FLIGHT[self._on_update],
@@ -177,27 +194,20 @@ class Control:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""
         if mode == "abort":
             await self._all(Abort())
-        await self._prevented(self._buffer.client.sleep(self._seconds, level=level))
+        await self._prevented(self.buffer.client.sleep(self._seconds, level=level))
 
     async def wake(self, tags: Sequence[SleepTag]) -> None:
         """Have engines take memory again: all, or that with these names."""
-        await self._prevented(self._buffer.client.wake(self._seconds, tags=tags or None))
+        await self._prevented(self.buffer.client.wake(self._seconds, tags=tags or None))
 
     async def _prevented(self, call: Coroutine[None, None, None]) -> None:
         """Do it. Raises a 409 if another trainer, an update or the order of calls prevents it."""
         try:
             await call
-        except HttpError:
-            raise
         except SeerError as error:
             if type(error) is SeerError:
                 raise HttpError(409, str(error)) from error
             raise
-
-    async def weight_version(self) -> int:
-        """Return the live version."""
-        _ = self._buffer.client
-        return (await self._buffer.fresh_status()).weight_version
 
     async def counts(self) -> dict[str, int]:
         """Return the sums over all processes, and what the buffer has counted of turns."""
@@ -205,20 +215,13 @@ class Control:
         for counts in await self._all(Counts()):
             total.update(cast("dict[str, int] | None", counts) or {})
         with contextlib.suppress(SeerError):  # a buffer that is away
-            counters = (await self._buffer.fresh_status()).counters
+            counters = (await self.buffer.fresh_status()).counters
             total.update({name: counters[name] for name in TURNS if name in counters})
         return dict(total)
-
-    async def _idle(self) -> bool:
-        return False not in await self._all(Idle(self._seconds))
 
     async def _all(self, order: Order) -> list[object]:
         """Have all processes do something; return their answers."""
         return await asyncio.gather(*(each(order) for each in self._processes))
-
-    async def instances(self) -> int:
-        """Return how many engines there are. Raises a 503 while there is none."""
-        return self._buffer.engines()
 
 
 def _check_absolute(folder: str, field: str) -> None:

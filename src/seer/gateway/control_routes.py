@@ -67,7 +67,7 @@ class ControlRoutes:
 
     async def is_paused(self, request: Request) -> Response:
         """`/is_paused`."""
-        return answer({"is_paused": await self._control.is_paused()})
+        return answer({"is_paused": self._control.paused})
 
     async def areal_pause(self, request: Request) -> Response:
         """`/areal_pause_generation`: keeps requests under way, as no answer may mix weights."""
@@ -109,7 +109,8 @@ class ControlRoutes:
 
     async def weight_info(self, request: Request) -> Response:
         """`/weight_info`: the live version."""
-        return answer({"weight_version": str(await self._control.weight_version())})
+        status = await self._control.buffer.fresh_status()
+        return answer({"weight_version": str(status.weight_version)})
 
     async def sleep(self, request: Request) -> Response:
         """`/sleep?level=1|2&mode=`."""
@@ -136,7 +137,7 @@ class ControlRoutes:
 
     async def world_size(self, request: Request) -> Response:
         """`/get_world_size`: the number of engines."""
-        return answer({"world_size": await self._control.instances()})
+        return answer({"world_size": self._control.buffer.engines()})
 
     async def server_info(self, request: Request) -> Response:
         """`/server_info`: no weight transfer engine, as vLLM says it; and how requests ended so far."""

@@ -38,7 +38,7 @@ from seer.gateway.generation import Asked, Generation
 from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
 from seer.gateway.images import Images
 from seer.gateway.job_processes import JobProcesses
-from seer.gateway.jobs import not_taken
+from seer.gateway.jobs import not_taken, text_work
 from seer.gateway.messages import plain_messages
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
@@ -49,6 +49,7 @@ from seer.gateway.request_bodies import (
     DetokenizeBody,
     GenerateBody,
     StreamOptions,
+    TextFields,
     TokenizeBody,
     alternatives,
     read_body,
@@ -282,23 +283,16 @@ class GenerationRoutes:
         given: list[Any] = body.prompts()
         if isinstance(given[0], str):
             special = body.add_special_tokens is not False
-            given = await self._encoded(request, given, "prompt", special=special)
+            given = await self._encoded(request, given, special=special)
         for position, ids in enumerate(given):
             self._text.check(ids, f"prompt[{position}]")
             self._images.check_text(ids, f"prompt[{position}]")
         return given
 
-    async def _encoded(
-        self, request: Request, texts: list[str], field: str, *, special: bool
-    ) -> list[list[int]]:
-        if sum(map(len, texts)) > SHORT:
-            ids: list[list[int]] = await self._job(request, self._jobs.run(field, "encode", texts, special))
-            return ids
-
-        def encoded(texts: list[str]) -> list[list[int]]:
-            return [self._text.encode(text, special=special) for text in texts]
-
-        return await self._on_thread(field, encoded, texts)
+    async def _encoded(self, request: Request, texts: list[str], *, special: bool) -> list[list[int]]:
+        long = sum(map(len, texts)) > SHORT
+        ids: list[list[int]] = await self._work(request, "prompt", "encode", texts, special, long=long)
+        return ids
 
     async def _chat_prompt(
         self, request: Request, body: ChatBody | TokenizeBody
@@ -315,20 +309,19 @@ class GenerationRoutes:
         }
         special = bool(body.add_special_tokens)
         rest = request.state.body_bytes - sum(4 * len(file.data) // 3 for file in files)
-        if rest > SHORT or body.chat_template is not None:
-            job = self._jobs.run("messages", "chat", messages, options, special)
-            ids: list[int] = await self._job(request, job)
-        else:
-
-            def rendered(messages: list[dict[str, Any]]) -> list[int]:
-                return self._text.encode(self._text.render(messages, **options), special=special)
-
-            ids = await self._on_thread("messages", rendered, messages)
+        long = rest > SHORT or body.chat_template is not None
+        ids: list[int] = await self._work(request, "messages", "chat", messages, options, special, long=long)
         self._text.check(ids, "messages")
         if not files:
             self._images.check_text(ids, "messages")
             return ids, []
         return await self._job(request, self._images.place(ids, files))
+
+    async def _work(self, request: Request, field: str, *work: Any, long: bool) -> Any:  # noqa: ANN401
+        """Return what `text_work` returns: of what the request made `long` by another process."""
+        if long:
+            return await self._job(request, self._jobs.run(field, *work))
+        return await self._on_thread(field, text_work, self._text, *work)
 
     async def _job(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Return what work in other processes returns, unless the client leaves, or in vain."""
@@ -358,7 +351,7 @@ class GenerationRoutes:
             raise bad("tool_choice", choice, "give it or what the text must be, not both")
         return structs.replace(sampling, structured_outputs=json_constraint(schema, "tools")), reader
 
-    def _style(self, body: CompletionBody | ChatBody, *, shown: bool) -> Style:
+    def _style(self, body: TextFields, *, shown: bool) -> Style:
         texts = None if body.return_tokens_as_token_ids else self._text.tokens
         return Style(logprobs=shown, token_ids=bool(body.return_token_ids), token_texts=texts)
 
@@ -400,12 +393,11 @@ class GenerationRoutes:
             ids, _ = await self._chat_prompt(request, body)
         else:
             special = body.add_special_tokens is not False
-            [ids] = await self._encoded(request, [body.prompt], "prompt", special=special)
+            [ids] = await self._encoded(request, [body.prompt], special=special)
         texts = None
-        if body.return_token_strs and len(ids) > SHORT_TOKENS:
-            texts = await self._job(request, self._jobs.run("return_token_strs", "tokens", ids))
-        elif body.return_token_strs:
-            texts = self._text.tokens(ids)
+        if body.return_token_strs:
+            long = len(ids) > SHORT_TOKENS
+            texts = await self._work(request, "return_token_strs", "tokens", ids, long=long)
         shown = {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids}
         return answer({**shown, "token_strs": texts})
 
@@ -414,11 +406,8 @@ class GenerationRoutes:
         body = await self._read(request, DetokenizeBody)
         if body.tokens:
             self._text.check(body.tokens, "tokens")
-        if len(body.tokens) > SHORT_TOKENS:
-            text: Any = await self._job(request, self._jobs.run("tokens", "decode", body.tokens))
-        else:
-            text = self._text.decode(body.tokens)
-        return answer({"prompt": text})
+        long = len(body.tokens) > SHORT_TOKENS
+        return answer({"prompt": await self._work(request, "tokens", "decode", body.tokens, long=long)})
 
     # --- shared --------------------------------------------------------------------------
 
@@ -430,9 +419,9 @@ class GenerationRoutes:
         self._models.check(getattr(body, "model", None))
         return body
 
-    async def _on_thread(self, field: str, work: Callable[[Any], T], argument: object) -> T:
+    async def _on_thread(self, field: str, work: Callable[..., T], *arguments: object) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise not_taken(field, error) from error
 

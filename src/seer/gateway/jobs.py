@@ -75,24 +75,27 @@ class Jobs:
 
     def _done(self, name: str, *arguments: Any) -> object:  # noqa: ANN401 - of this program's own
         match name, arguments:
-            case "chat", [
-                messages,
-                options,
-                special,
-            ]:  # a chat's token ids; `options` are of `ModelText.render`
-                return self._text.encode(self._text.render(messages, **options), special=special)
-            case "encode", [texts, special]:  # the token ids of each text
-                return [self._text.encode(each, special=special) for each in texts]
-            case "tokens", [token_ids]:  # each token's own text
-                return self._text.tokens(token_ids)
-            case "decode", [token_ids]:  # the text of tokens
-                return self._text.decode(token_ids)
             case "pixels", [files]:  # of images, none of which is decoded: names of fields, and files
                 return self._images.pixels(files)
             case "image", [where, data]:  # an image's name and bytes, and what made it
                 image = self._images.prepared(where, data)
                 return image.name, image.data.tobytes(), self._images.made_by
-        raise SeerError(f"unknown job {name}")
+            case _:
+                return text_work(self._text, name, *arguments)
+
+
+def text_work(text: ModelText, name: str, *arguments: Any) -> object:  # noqa: ANN401 - of this program's own
+    """Do the work of this name on text, here or as a job."""
+    match name, arguments:
+        case "chat", [messages, options, special]:  # a chat's token ids; `options` are of `ModelText.render`
+            return text.encode(text.render(messages, **options), special=special)
+        case "encode", [texts, special]:  # the token ids of each text
+            return [text.encode(each, special=special) for each in texts]
+        case "tokens", [token_ids]:  # each token's own text
+            return text.tokens(token_ids)
+        case "decode", [token_ids]:  # the text of tokens
+            return text.decode(token_ids)
+    raise SeerError(f"unknown job {name}")
 
 
 def _serve(jobs: Jobs, end: socket.socket, seconds: int) -> None:

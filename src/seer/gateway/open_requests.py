@@ -200,7 +200,8 @@ class OpenRequests:
     async def _until_done(self, request: _OpenRequest, plan: Plan) -> None:
         asks, left = plan
         while left:
-            await self._open.wait()
+            while not self._open.is_set():  # also if it was set, and cleared again before this went on
+                await self._open.wait()
             if self._closed:
                 raise HttpError(503, STOPPING)
             self._enter(request, 1)

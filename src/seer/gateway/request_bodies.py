@@ -201,6 +201,13 @@ class TextFields(SamplingFields, kw_only=True):
     """Bodies whose answer is text: `response_format` says which, as `structured_outputs` does."""
 
     response_format: dict[str, Any] | None = None
+    model: str | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     def constraint(self, where: str = "") -> StructuredOutputs | None:
         """Return what the text must be, if anything is said of it."""
@@ -218,15 +225,8 @@ class CompletionBody(TextFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = 16
-    model: str | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     echo: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, all as text or all as token ids."""
@@ -247,7 +247,6 @@ class ChatBody(TextFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    model: str | None = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -257,14 +256,8 @@ class ChatBody(TextFields, kw_only=True):
     reasoning_effort: Effort | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    add_special_tokens: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     def template_arguments(self) -> dict[str, Any] | None:
         """Return what the template gets: as in vLLM an effort also says whether to think."""

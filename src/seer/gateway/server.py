@@ -13,28 +13,15 @@ from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.supervisor import WorkerSupervisor
 
 
-class Gateway:
+class Gateway(Serving):
     """The service with one process. The buffer may come later."""
-
-    def __init__(self, config: Config, transport: Transport) -> None:
-        self._config = config
-        self._serving = Serving(config, transport)
 
     async def start(self) -> dict[str, str]:
         """Bind, and read the tokenizer."""
         sockets = listen_on_both(self._config)
-        serving = self._serving
-        control = Control(self._config, serving.buffer, [serving.process])
-        serving.load(ControlRoutes(self._config, control).handle, sockets)
+        control = Control(self._config, self.buffer, [self.process])
+        self.load(ControlRoutes(self._config, control).handle, sockets)
         return {f"gateway.{name}": url_of(each, self._config.gateway) for name, each in sockets.items()}
-
-    async def run(self) -> None:
-        """Serve until drained."""
-        await self._serving.run()
-
-    def drain(self) -> None:
-        """See `Serving.drain`."""
-        self._serving.drain()
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> Service:

@@ -16,6 +16,7 @@ import gc
 import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -32,6 +33,7 @@ from seer.common.net.keys import Peers
 from seer.common.net.transport.base import Transport
 from seer.gateway.bearer import CONTROL, DATA, Bearer
 from seer.gateway.buffer_client import BufferClient
+from seer.gateway.control import obey
 from seer.gateway.control_routes import control_routes
 from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
@@ -43,7 +45,6 @@ from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.openapi import with_openapi
 from seer.gateway.text import ModelText
-from seer.gateway.this_process import ThisProcess
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -64,7 +65,7 @@ class Serving:
             restart=settings.on_update != "abort",
         )  # fmt: skip
         self._models = Models(config.shared.model, settings.model_name, self.buffer)
-        self.process = ThisProcess(self.requests, self._models)
+        self.process = partial(obey, self.requests, self._models)
         self._jobs = JobProcesses(config.shared.model, trust=settings.trust_chat_templates)
         self._servers: dict[str, _Server] = {}
         self._sockets: Mapping[str, socket.socket] = {}

@@ -172,15 +172,15 @@ class WorkerSupervisor:
 
         link = await Link.over(ours, serve)
         remote = RemoteProcess(link, process)
+        admission = asyncio.create_task(self._admit(remote, admitted, ready))
         try:
-            admission = asyncio.create_task(self._admit(remote, admitted, ready))
             await link.run()
-            admission.cancel()
             async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()
         except TimeoutError:
             pass
         finally:
+            admission.cancel()
             self._serving.discard(remote)
             kill(process)
             await process.wait()

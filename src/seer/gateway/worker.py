@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
-from seer.common.net.transport.base import Transport
 from seer.common.process.log import configure, get_logger
 from seer.common.process.service import transport_of
 from seer.gateway.control import Order
@@ -62,34 +61,22 @@ class ControlRelay:
         return Response(told, media_type=kind)
 
 
-class Worker:
-    """Serves once it was told its configuration."""
+async def work(end: socket.socket) -> None:
+    """Serve until drained, or until the other process ends."""
+    serving: Serving | None = None
 
-    def __init__(self, config: Config, transport: Transport) -> None:
-        self.config = config
-        self.serving = Serving(config, transport)
-        self.serving.requests.pause(abort=False)
-
-    async def serve(self, name: str, arguments: list[object]) -> object:
+    async def serve(name: str, arguments: list[object]) -> object:
         """Do what the process that started this one calls for."""
+        if serving is None:
+            raise SeerError("not ready")
         match name, arguments:
             case "order", [order]:
-                return await self.serving.process(msgspec.convert(order, Order))
+                return await serving.process(msgspec.convert(order, Order))
             case "drain", []:
-                self.serving.drain()
+                serving.drain()
             case _:
                 raise SeerError(f"unknown call {name} {arguments}")
         return None
-
-
-async def work(end: socket.socket) -> None:
-    """Serve until drained, or until the other process ends."""
-    loading: Worker | None = None
-
-    async def serve(name: str, arguments: list[object]) -> object:
-        if loading is None:
-            raise SeerError("not ready")
-        return await loading.serve(name, arguments)
 
     link = await Link.over(end, serve)
     listening = asyncio.create_task(link.run())
@@ -97,20 +84,21 @@ async def work(end: socket.socket) -> None:
     configure(config.log, "gateway-worker")
     transport = transport_of(config)
     try:
-        loading = Worker(config, transport)
+        serving = Serving(config, transport)
+        serving.requests.pause(abort=False)
         try:
             relay = ControlRelay(link, config).handle
-            loading.serving.load(relay, listen_on_both(config, shared=True))
+            serving.load(relay, listen_on_both(config, shared=True))
         except ConfigError as error:
             await link.call("failed", str(error), seconds=CALL_SECONDS)
             return
         await link.call("ready", seconds=CALL_SECONDS)
-        serving = asyncio.create_task(loading.serving.run())
-        await asyncio.wait([serving, listening], return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
+        running = asyncio.create_task(serving.run())
+        await asyncio.wait([running, listening], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
             get_logger().error("stopped: the gateway's first process has ended")
-            serving.cancel()
-        await asyncio.wait([serving])
+            running.cancel()
+        await asyncio.wait([running])
     finally:
         listening.cancel()
         await transport.close()

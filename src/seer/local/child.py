@@ -107,8 +107,10 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, pass_fds=(write,),
                 env=inherited | dict(environ), start_new_session=True,
             )  # fmt: skip
-        except BaseException:
+        except BaseException as error:
             os.close(ready)
+            if isinstance(error, OSError):  # as of too many processes
+                raise LaunchError(f"{name} cannot be started: {error}") from error
             raise
         finally:
             os.close(write)

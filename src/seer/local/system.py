@@ -338,7 +338,10 @@ class LocalSystem:
         try:
             if self._drain and orderly:  # engines that end meanwhile are still restarted
                 await self._end_watchers("buffer")
-                await self._end(self._children("buffer"), DRAIN_SECONDS)
+                try:
+                    await self.run(self._end(self._children("buffer"), DRAIN_SECONDS))
+                except LaunchError as error:  # no engine is left to do the work
+                    self._say(str(error))
             await self._end_watchers(*SERVICES, *POOL_SERVICES, "engine")
             # Engines next: they send `Goodbye` to the services.
             for services in (("engine",), (*SERVICES, *POOL_SERVICES)):

@@ -85,16 +85,20 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Shake hands, and answer."""
+        served = request
         try:
-            served = request
             with contextlib.suppress(OSError):  # the other end has gone, or is no friend of TLS
                 request.settimeout(CONNECTION_SECONDS)
                 if self._context is not None:
-                    served = self._context.wrap_socket(request, server_side=True)
+                    served = self._context.wrap_socket(
+                        request, server_side=True, do_handshake_on_connect=False
+                    )
+                    self._since[served] = self._since.pop(request)  # the wrapped socket is no connection now
+                    served.do_handshake()
                 self.finish_request(served, client_address)
             self.shutdown_request(served)
         finally:
-            self._since.pop(request, None)
+            self._since.pop(served, None)
             self._slots.release()
 
     def service_actions(self) -> None:
@@ -102,5 +106,5 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         late = time.monotonic() - CONNECTION_SECONDS
         for request, since in list(self._since.items()):
             if since < late:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # not TLS's own, which would read on in the clear
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)

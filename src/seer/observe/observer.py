@@ -52,35 +52,28 @@ class Question:
         """Return the answer. Raises `Unreachable` after the deadline, or what the peer refuses with."""
         try:
             async with asyncio.timeout(seconds), self._turn:
-                return await self._ask(seconds)
+                try:
+                    return await self._ask(seconds)
+                except BaseException:  # the answer may still come: the next question has its own connection
+                    self.close()
+                    raise
         except TimeoutError as error:
-            self.close()  # its answer may still come: the next question has a connection of its own
             raise Unreachable(f"{self._endpoint} did not answer within {seconds:g} s") from error
-        except SeerError:
-            self.close()
-            raise
 
     async def _ask(self, seconds: float) -> wire.Message:
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             me = msgspec.structs.replace(self._me, incarnation=new_incarnation())
-            channel: Channel[wire.StatusRequest, wire.Message] = Channel(
-                self._transport, self._endpoint, me, self._union, self._clock
-            )
-            try:
-                await channel.open(seconds)
-            except BaseException:
-                channel.close()
-                raise
+            channel = Channel(self._transport, self._endpoint, me, self._union, self._clock)
             self._channel = channel
-        await self._channel.send(wire.StatusRequest())
+            await channel.open(seconds)
+        await channel.send(wire.StatusRequest())
         while True:
-            match await self._channel.recv():
+            match await channel.recv():
                 case wire.Welcome():  # the question, or its answer, was lost
-                    await self._channel.send(wire.StatusRequest())
+                    await channel.send(wire.StatusRequest())
                 case wire.Status() | wire.ServiceStatus() as answer:
                     return answer
-                case _:
-                    pass
 
     def close(self) -> None:
         """Close the connection; the next question opens another one."""
@@ -118,23 +111,27 @@ class Observer:
         """
         status = await self.status(seconds)
         found = _services(status)
-        for service in [each for each in self._others if each not in found]:
+        for service in self._others.keys() - set(found):
             self._others.pop(service).close()
-        for service in found:
-            if service not in self._asked:
-                self._asked[service] = asyncio.create_task(self._ask(*service))
-        if patient := [self._asked[each] for each in found if each not in self._silent]:
+            self._asked.pop(service, None)
+        self._silent.intersection_update(found)
+        for service in set(found) - self._asked.keys():
+            self._asked[service] = asyncio.create_task(self._ask(*service))
+        asked = {service: self._asked[service] for service in found}  # others may look meanwhile
+        if patient := [task for service, task in asked.items() if service not in self._silent]:
             await asyncio.wait(patient, timeout=min(seconds / 2, SERVICE_SECONDS))
         services = {}
-        for service in [each for each, task in self._asked.items() if task.done() or each not in found]:
-            task = self._asked.pop(service)
-            answer = task.result() if task.done() else None
-            self._silent.discard(service)
+        for service, task in asked.items():
+            if not task.done():
+                continue
+            if self._asked.get(service) is task:
+                del self._asked[service]
+            answer = task.result()
             if isinstance(answer, wire.ServiceStatus):
                 services[service[0]] = answer
+                self._silent.discard(service)
             else:
                 self._silent.add(service)
-        self._silent.intersection_update(found)
         return Seen(status=status, services=services)
 
     async def _ask(self, name: str, endpoint: str) -> wire.Message | None:

@@ -70,12 +70,17 @@ class Glance(NamedTuple):
     problem: str = ""
 
 
-def screen(glance: Glance, width: int, height: int, scroll: int = 0, explained: bool = False) -> Text:
-    """Return the screen; the tables, or what their words mean, begin with their line `scroll`."""
+def screen(
+    glance: Glance, width: int, height: int, scroll: int = 0, explained: bool = False
+) -> tuple[Text, int]:
+    """Return the screen, and with which line the tables, or what their words mean, begin.
+
+    That is `scroll`, or the last one that hides nothing above what there is room for.
+    """
     head = _head(glance, width)
     body = _words(width) if explained else _body(glance, width)
     room = max(1, height - len(head) - 1)
-    first = min(scroll, last_scroll(glance, width, height, explained))
+    first = min(scroll, max(0, len(body) - room))
     shown = body[first : first + room]
     hidden = len(body) - len(shown)
     more = f" ({hidden} more lines)" if hidden else ""
@@ -83,13 +88,7 @@ def screen(glance: Glance, width: int, height: int, scroll: int = 0, explained: 
     if glance.problem:
         foot = Text(_clean(f"away, and asked again: {glance.problem}"), style="bold red")
     filled = [*head, *shown, *[Text()] * (room - len(shown))]
-    return Text("\n").join(_cut(each, width) for each in (*filled[: height - 1], foot))
-
-
-def last_scroll(glance: Glance, width: int, height: int, explained: bool = False) -> int:
-    """Return the largest `scroll` that hides nothing above what there is room for."""
-    body = _words(width) if explained else _body(glance, width)
-    return max(0, len(body) - max(1, height - len(_head(glance, width)) - 1))
+    return Text("\n").join(_cut(each, width) for each in (*filled[: height - 1], foot)), first
 
 
 def tokens_per_second(glance: Glance) -> float:

@@ -29,7 +29,7 @@ from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure
 from seer.common.wire import Status
 from seer.observe.observer import Observer
-from seer.observe.screen import Glance, last_scroll, screen, tokens_per_second
+from seer.observe.screen import Glance, screen, tokens_per_second
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
@@ -57,11 +57,8 @@ class Top:
 
     async def run(self) -> None:
         """Show the system until `ended`. Raises `SeerError` if the first question is not answered."""
-        self._take(await self._observer.status(ANSWER_SECONDS))
         end = asyncio.ensure_future(self.ended.wait())
         while not self.ended.is_set():
-            self.draw()
-            await asyncio.wait([end], timeout=PERIOD_SECONDS)
             question = asyncio.ensure_future(self._observer.status(ANSWER_SECONDS))
             await asyncio.wait([end, question], return_when=asyncio.FIRST_COMPLETED)
             if self.ended.is_set():
@@ -71,8 +68,11 @@ class Top:
             except asyncio.CancelledError:
                 break
             except SeerError as error:
-                if self._glance is not None:
-                    self._glance = self._glance._replace(problem=str(error))
+                if self._glance is None:
+                    raise
+                self._glance = self._glance._replace(problem=str(error))
+            self.draw()
+            await asyncio.wait([end], timeout=PERIOD_SECONDS)
 
     def _take(self, status: Status) -> None:
         now = asyncio.get_running_loop().time()
@@ -87,8 +87,7 @@ class Top:
         """Draw the screen anew."""
         if self._glance is not None and self._live.is_started:
             width, height = self._live.console.size
-            self._scroll = min(self._scroll, last_scroll(self._glance, width, height, self._explained))
-            shown = screen(self._glance, width, height, self._scroll, self._explained)
+            shown, self._scroll = screen(self._glance, width, height, self._scroll, self._explained)
             self._live.update(shown, refresh=True)
 
     def pressed(self, keys: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from seer.common import ids, wire
@@ -40,24 +41,34 @@ def read_timeline(log: Path, named: str = "LOG") -> Timeline:
 
     Raises `InvalidField`, whose field is `named`, for what is no log.
     """
-    try:
-        files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
-        files = [path for path in files if path.stat().st_size]
-        if not files:
-            raise InvalidField(named, str(log), "holds no log: give a folder or file that buffer.log wrote")
-        reader = LogReader()
+    reader = LogReader()
+    with log_files(log, named) as files:
         for path in files:
             header, lines = rows.read(path)
             reader.begin(header)
             for line in lines:
                 reader.add(line)
-        reader.finish()
+    reader.finish()
+    return reader.timeline
+
+
+@contextlib.contextmanager
+def log_files(log: Path, named: str = "LOG") -> Iterator[list[Path]]:
+    """Give the files of a log, or of its folder, that have rows.
+
+    Raises `InvalidField`, whose field is `named`, for what is no log, also if that is found in the context.
+    """
+    fix = "give a folder or file that buffer.log wrote"
+    try:
+        files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
+        files = [path for path in files if path.stat().st_size]
+        if not files:
+            raise InvalidField(named, str(log), f"holds no log: {fix}")
+        yield files
     except OSError as error:
-        fix = f"{error.strerror}; give a folder or file that buffer.log wrote"
-        raise InvalidField(named, str(log), fix) from error
+        raise InvalidField(named, str(log), f"{error.strerror}; {fix}") from error
     except rows.LogError as error:
         raise InvalidField(named, str(log), str(error)) from error
-    return reader.timeline
 
 
 class _Engine:

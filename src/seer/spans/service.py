@@ -92,17 +92,16 @@ class SpanService:
 
     async def run(self) -> None:
         """Return when all is sent, or time is up. Raises what went wrong."""
-        done = asyncio.create_task(self._done.wait())
-        told = asyncio.create_task(self._told.wait())
         try:
-            await asyncio.wait([done, told], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([done], timeout=FLUSH_SECONDS + 0.5)
+            await self._told.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_SECONDS + 0.5):
+                    await self._done.wait()
         finally:
+            self._until = 0.0
             self._stopping.set()
-            told.cancel()
-            done.cancel()
             self._collector.close()
-        if not self._done.is_set():
+        if self._batch:
             self._dropped["unsent"] += len(self._batch)
         self._log.info("spans were sent", sent=self._sent, **self._dropped)
         if self._error is not None:
@@ -119,9 +118,7 @@ class SpanService:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while time.monotonic() < self._until:
-                last = (
-                    self._once or self._stopping.is_set()
-                )  # asked first: what is written while it sends is sent
+                last = self._once or self._stopping.is_set()  # what is written while it sends is sent, too
                 all_read = self._fill()
                 self._deliver()
                 if all_read and last:
@@ -135,7 +132,11 @@ class SpanService:
             self._error = error
         finally:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._done.set)
+                loop.call_soon_threadsafe(self._over)
+
+    def _over(self) -> None:
+        self._done.set()
+        self._told.set()
 
     def _fill(self) -> bool:
         """Read until there is a batch; return whether all that is there was read before."""
@@ -187,7 +188,8 @@ class SpanService:
                     self._log.warning("the collector takes no spans", why=self._collector.why)
                 if self._once and now > away_since + PATIENCE_SECONDS:
                     raise Unreachable(f"the collector took no spans for {PATIENCE_SECONDS:g} s")
-                self._stopping.wait(PAUSE_SECONDS)
+                if self._stopping.wait(PAUSE_SECONDS):
+                    time.sleep(PAUSE_SECONDS / 8)  # tried more often, as time runs out
                 self._keep([])
                 continue
             if away_since is not None:

@@ -300,5 +300,7 @@ async def _final_status(client: RolloutClient, tokens: int) -> list[InstanceStat
         killed = any(instance.restarts for instance in instances)
         whole = sum(each.generated_tokens for each in stats) >= tokens
         if whole or (killed and rested) or time.monotonic() > deadline:
+            if not instances:
+                raise SeerError("no engine is there any more, after all responses were")
             return instances
         await asyncio.sleep(0.2)

@@ -227,6 +227,9 @@ def _tokenizer(folder: str, trust: bool) -> Any:
 
 async def _all(work: Sequence[Any]) -> list[Any]:
     """Return all results in order; the first error cancels the rest."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(each) for each in work]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
     return [task.result() for task in running]
