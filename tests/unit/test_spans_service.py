@@ -159,7 +159,7 @@ async def test_what_the_collector_did_not_take_in_time_is_counted(log, receiver,
     monkeypatch.setattr(service_module, "PAUSE_SECONDS", 0.8)
     receiver.status = 429
     async with following(log, receiver.url) as service:
-        await until(lambda: receiver.tries)
+        await eventually(lambda: receiver.tries)
     assert service._dropped["unsent"] > 0
     assert receiver.tries < 12, "a collector that has too much to do is asked without a pause"
 
