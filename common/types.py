@@ -232,6 +232,9 @@ def check_placed(images: Sequence[Placed], tokens: int, field: str = "images") -
         if each.offset < end:
             fix = f"the image before it ends at {end}: give images in order, and apart"
             raise InvalidField(f"{field}[{place}].offset", each.offset, fix if place else "must be 0 or more")
+        if each.offset >= tokens:
+            fix = f"must be below {tokens}: the prompt has {tokens} tokens"
+            raise InvalidField(f"{field}[{place}].offset", each.offset, fix)
         end = each.offset + each.length
         if each.length < 1 or end > tokens:
             fix = f"must be from 1 to {tokens - each.offset}: the prompt has {tokens} tokens"

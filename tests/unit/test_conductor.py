@@ -490,7 +490,8 @@ def test_other_images_under_an_id_are_refused_as_other_tokens_are():
         ([[Placed(X, 0, 0)]], "images[0][0].length"),
         ([[Placed(X, 0, -(2**62))]], "images[0][0].length"),
         ([[Placed(X, 4, 2)]], "images[0][0].length"),
-        ([[Placed(X, 2**62, 1)]], "images[0][0].length"),
+        ([[Placed(X, 100, 1)]], "images[0][0].offset"),
+        ([[Placed(X, 2**62, 1)]], "images[0][0].offset"),
         ([[Placed(X, 0, 2**63)]], "images[0][0].length"),
     ],
 )
