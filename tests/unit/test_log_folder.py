@@ -117,3 +117,16 @@ def test_what_cannot_be_read_goes_first(tmp_path, monkeypatch):
     buffer.log.close()
     assert not broken.exists()
     assert not half.exists()
+
+
+def test_what_can_neither_be_read_nor_deleted_ends_neither_the_log_nor_its_pruning(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_folder, "KEPT_BYTES", 12_000)
+    unreadable = tmp_path / f"{0:016x}-000000.jsonl"
+    unreadable.mkdir()
+    buffer = LoggedBuffer(tmp_path)
+    buffer.roll(1)
+    assert buffer.log.outage is None
+    buffer.log.close()
+    first, *others = log_folder.segments(tmp_path)
+    assert first == unreadable
+    assert others[0].name > f"{1:016x}-000001.jsonl", "older ones were deleted"

@@ -9,6 +9,7 @@ Invariants (tests/unit/test_log_folder.py):
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -133,25 +134,27 @@ class Pruner:
 
     def _head(self, path: Path) -> _Head:
         if path not in self._heads:
-            with path.open("rb") as file:
-                try:
+            try:
+                with path.open("rb") as file:
                     self._heads[path] = _head.decode(file.readline())
-                except NOT_DECODED:
-                    self._heads[path] = _Head()
+            except (*NOT_DECODED, OSError):
+                self._heads[path] = _Head()
         return self._heads[path]
 
     def _submitted(self, path: Path, size: int) -> list[Submission]:
         if self._submissions.get(path, (-1,))[0] != size:
-            self._submissions[path] = size, submitted(path)
+            self._submissions[path] = size, []
+            with contextlib.suppress(OSError):
+                self._submissions[path] = size, submitted(path)
         return self._submissions[path][1]
 
 
 def _deleted(path: Path) -> bool:
-    """Delete a segment unless it is being written; return whether it was deleted."""
-    with path.open("rb") as file:
-        try:
+    """Delete a segment unless it is being written, or cannot be opened; return whether it is gone."""
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        path.unlink()
-        return True
+            path.unlink()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # another buffer deleted it
+    return True

@@ -106,7 +106,7 @@ class Folder:
             with contextlib.suppress(OSError):
                 path.unlink()  # a log with half a header cannot be read
             raise
-        with contextlib.suppress(FileNotFoundError):  # another buffer may delete them, too
+        with contextlib.suppress(OSError):  # another buffer may delete them, too; and this one can be written
             self._pruner.prune()
 
     def append(self, text: bytes | bytearray) -> None:
