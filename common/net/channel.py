@@ -22,7 +22,7 @@ from seer.common.net.identity import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, 
 from seer.common.net.transport.base import Frame, Socket, Transport
 from seer.common.process.log import get_logger
 from seer.common.wire import Message, Refused, Welcome
-from seer.common.wire.codec import SCHEMA_HASH, Decoder, encode
+from seer.common.wire.codec import OF_SERVER, SCHEMA_HASH, Decoder, encode
 
 Out = TypeVar("Out", bound=Message)
 In = TypeVar("In", bound=Message)
@@ -45,7 +45,7 @@ class Channel(Generic[Out, In]):
         self._transport = transport
         self._endpoint = endpoint
         self._me = me
-        self._decoder: Decoder[In] = Decoder(incoming)
+        self._decoder: Decoder[In] = Decoder(incoming, OF_SERVER)
         self._clock = clock
         self._socket: Socket | None = None
         self._sending = (

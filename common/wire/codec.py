@@ -58,6 +58,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 _DEFAULT = Limits()
 
+OF_SERVER = Limits(max_frames=2**16)
+"""A client trusts its server: a buffer bounds results as a whole, and one may have many arrays of GiBs."""
+
 SPLIT_BYTES = 32 * 2**20
 """Larger arrays are sent in several frames: libzmq holds at most one frame of an unknown peer at once."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from faulty_transport import Faults, FaultyTransport
@@ -22,10 +23,12 @@ from seer.common.wire import (
     Hello,
     Ping,
     Refused,
+    SpoolData,
     Welcome,
+    codec,
     version,
 )
-from seer.common.wire.codec import encode
+from seer.common.wire.codec import Limits, encode
 
 pytestmark = VIRTUAL
 
@@ -232,6 +235,19 @@ def test_long_names_give_valid_and_distinct_addresses():
     one, two = (identity(name="é" * 500, incarnation=n).address() for n in (2**63 - 1, 2**63 - 2))
     assert one != two
     assert len(one) <= 255
+
+
+async def test_a_client_takes_an_array_of_more_frames_than_a_server_does(monkeypatch):
+    """Results of long responses with their routed experts may have gigabytes."""
+    monkeypatch.setattr(codec, "SPLIT_BYTES", 4)
+    _, server, client = await opened()
+    large = SpoolData(name="", offset=0, checksum=0, data=np.zeros(4 * Limits().max_frames, np.uint8))
+    [(address, _)] = server.got
+    assert await server.hub.send(address, large)
+    assert (await client.recv()).data.size == large.data.size
+    await client.send(large)
+    await asyncio.sleep(0.1)
+    assert server.hub.counters["malformed"] == 1
 
 
 @pytest.mark.real_time
