@@ -35,7 +35,10 @@ Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_CELLS = 256
 """Bound on the cells by which acceptance of drafts is counted (`common/policy/draft_costs.py`)."""
 
-Counts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_CELLS)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""What one chunk counts: sums of many fit in 64 bits."""
+
+Counts = Annotated[list[Count], msgspec.Meta(max_length=MAX_CELLS)]
 """Drafted tokens by cell; empty: none."""
 
 Percent = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=100)]], msgspec.Meta(max_length=MAX_CELLS)]

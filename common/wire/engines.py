@@ -13,6 +13,7 @@ from seer.common.sleep import SleepTag
 from seer.common.types import MAX_IMAGES, Capacity, InstanceStats, Placed, SamplingParams
 from seer.common.wire.base import (
     Bytes,
+    Count,
     Counts,
     Folder,
     Goodbye,
@@ -141,7 +142,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
     count: int
     finish: str
     stop_reason: str
-    preemptions: int
+    preemptions: Count
     drafted: Counts = []
     accepted: Counts = []
     start: int = 0

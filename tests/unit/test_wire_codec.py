@@ -6,6 +6,7 @@ from seer.common.errors import WireError
 from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import (
     AppendBatch,
+    ChunkResult,
     ChunksDone,
     EngineStatus,
     EngineToBuffer,
@@ -149,6 +150,15 @@ def test_an_engine_cannot_report_less_than_nothing_or_no_number(field, value):
     """Such a figure stopped the buffer as soon as somebody asked for its status."""
     status = EngineStatus(msgspec.structs.replace(InstanceStats(), **{field: value}))
     refuses(encode(status), rf"at `\$.stats.{field}`", EngineToBuffer)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31])
+@pytest.mark.parametrize("reported", [lambda n: {"preemptions": n}, lambda n: {"drafted": [n]}])
+def test_a_chunk_cannot_count_what_sums_cannot_hold(reported, value):
+    """Such a count stopped the buffer at the next message with their sum."""
+    result = msgspec.structs.replace(ChunkResult("r/p#0", 1, 1, "", "", 0), **reported(value))
+    message = msgspec.structs.replace(chunks(), results=[result])
+    refuses(encode(message), r"at `\$.results\[0\]", EngineToBuffer)
 
 
 def test_a_decoder_is_usable_after_a_failure():
