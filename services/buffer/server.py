@@ -12,10 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections import ChainMap
 from pathlib import Path
+
+from msgspec import structs
 
 from seer import __version__
 from seer.common import ids, wire
@@ -263,6 +264,9 @@ class BufferServer:
                 reply = self._next_prompts(name, address, message)
             elif isinstance(message, wire.Submit):
                 reply = await self._submit(name, address, message)
+            elif isinstance(message, wire.Cancel | wire.Acknowledge):
+                await self._take_named(name, message)
+                continue
             else:
                 reply = self._from_trainer(name, address, message)
             if reply is not None:
@@ -288,9 +292,6 @@ class BufferServer:
                 pass  # the successor takes it: its trainer sends again what is not confirmed
             case wire.Sleep():
                 self.conductor.apply(FromTrainer(name, message, self._share(address, name)))
-            case wire.Cancel() | wire.Acknowledge():
-                with contextlib.suppress(InvalidField):  # no rollout has such an id
-                    self.conductor.apply(FromTrainer(name, self._ids.here(name, message)))
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message, self._share(address, name))
             case wire.OpenImage() | wire.ImageData():
@@ -299,6 +300,18 @@ class BufferServer:
                 self._trainers.remove(address)
                 self.conductor.apply(events.TrainerLost(address))
         return None
+
+    async def _take_named(self, trainer: str, message: wire.Cancel | wire.Acknowledge) -> None:
+        """Handle what names prompts, and others' messages in between if it names many."""
+        try:
+            named = self._ids.here(trainer, message)
+        except InvalidField:  # no rollout has such an id
+            return
+        for start in range(0, len(named.prompt_ids) or 1, wire.MAX_PROMPTS):
+            if start:
+                await asyncio.sleep(0)
+            part = named.prompt_ids[start : start + wire.MAX_PROMPTS]
+            self.conductor.apply(FromTrainer(trainer, structs.replace(named, prompt_ids=part)))
 
     def _share(self, address: bytes, name: str, client: str = "") -> str:
         """Return whom what a trainer of this name has counts to, or the `client` that it submits for."""

@@ -508,6 +508,19 @@ async def test_a_large_submission_lets_others_have_their_turns_and_is_judged_as_
         assert status.requests_waiting + status.requests_running == 6
 
 
+async def test_a_long_list_of_prompts_that_a_trainer_cancels_is_handled_in_parts(monkeypatch):
+    monkeypatch.setattr(buffer_server.wire, "MAX_PROMPTS", 2)
+    async with buffer() as world:
+        trainer = await world.trainer()
+        await world.engine()
+        await trainer.submit("a", "b")
+        await trainer.submit("c", "d")
+        await trainer.say(wire.Cancel(rollout_id="r", prompt_ids=["x", "y", "a", "z", "b"]))
+        await trainer.say(wire.Cancel(rollout_id="r"))
+        refused = [each.prompt_ids for each in await trainer.hear(wire.Refused)]
+        assert refused == [["a"], ["b"], ["c", "d"]]
+
+
 async def test_an_engine_without_a_name_is_not_let_in():
     """The empty name stands for no engine."""
     async with buffer() as world:
