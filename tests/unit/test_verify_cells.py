@@ -166,6 +166,7 @@ def test_only_cells_that_are_about_drafts_draft(tmp_path: Path):
         "drafts-right",
         "drafts-sampling",
         "drafts-late",
+        "drafts-tp-2",
     ]
 
 

@@ -244,7 +244,8 @@ CELLS = _matrix(
         again=True, buffer={"policy": "seer", "chunk_size": 16}, needs=_DRAFTED,
     ),
     Cell(
-        name="drafts-tp-2", about="drafts from siblings, two tensor-parallel ranks", drafts="grouped",
+        name="drafts-tp-2", about="drafted from a first run of the same, two tensor-parallel ranks",
+        drafts="grouped", again=True,
         engine={"tensor_parallel": 2}, buffer={"policy": "divided", "chunk_size": 64},
         needs=(*_DRAFTED, ("tensor_parallel", "==", 2)),
     ),
