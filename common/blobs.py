@@ -223,7 +223,7 @@ class Blob:
 
     async def link(self, folder: Path) -> bool:
         """Take the whole file of another copy, in `folder`; return whether that could be done."""
-        if linked := await asyncio.to_thread(_linked, folder / FILE, self.file, self.size):
+        if linked := await until_ended(_linked, folder / FILE, self.file, self.size):
             self.came(0, self.size)
         return linked
 

@@ -45,6 +45,7 @@ class DraftGroups:
             self._running[group_id] = group = self._idle.pop(group_id, None) or _Group()
             self._idle_tokens -= group.tokens
         group.running.add(index)
+        group.finished.discard(index)  # another response may come to the same place
         group.left_at.pop(index, None)
 
     def chunk_ended(self, group_id: str, index: int, finished: bool, now: float) -> None:

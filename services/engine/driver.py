@@ -74,7 +74,7 @@ class Driver(ABC):
     @property
     @abstractmethod
     def stats(self) -> InstanceStats:
-        """Return the backend's own report, as of the last step."""
+        """Return the backend's own report, as of the last step or call."""
 
     @abstractmethod
     async def start(self, seconds: float) -> BackendInfo:
@@ -347,12 +347,14 @@ class ThreadDriver(Driver):
 
     def _run_commands(self) -> None:
         """Run all queued commands; wait for one if the backend has no work."""
+        wait = not self._backend.has_work()
         while not self._stopping:
             try:
-                command = self._commands.get(block=not self._backend.has_work())
+                command = self._commands.get(block=wait)
             except queue.Empty:
                 return
             command()
+            wait = False  # statistics are to tell what it changed
 
     def _stop(self) -> None:
         self._stopping = True

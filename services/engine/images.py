@@ -179,7 +179,8 @@ class EngineImages:
             try:
                 kept.image = await asyncio.to_thread(read, name, kept.data)
             except InvalidField as error:
-                self._fail(name, error.fix)
+                if self._kept.get(name) is kept:  # else it was dropped meanwhile
+                    self._fail(name, error.fix)
                 continue
             self._check_ready()
             self._make_room()

@@ -1,6 +1,7 @@
 """Blobs: files that come in parts and are read meanwhile, who gives them away, and who fetches them."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -98,6 +99,28 @@ async def test_a_linked_copy_outlives_the_one_that_it_was_linked_to(tmp_path):
     other = await made(tmp_path / "c")
     assert not await other.link(theirs.folder)
     assert other.have == 0
+
+
+async def test_a_link_that_is_cancelled_has_ended_when_its_folder_may_be_removed(tmp_path, monkeypatch):
+    theirs, ours = await made(tmp_path / "a", *WHOLE), await made(tmp_path / "b")
+    begun, goes_on, linked = threading.Event(), threading.Event(), blobs._linked
+
+    def slow(*places):
+        begun.set()
+        goes_on.wait()
+        return linked(*places)
+
+    monkeypatch.setattr(blobs, "_linked", slow)
+    linking = asyncio.create_task(ours.link(theirs.folder))
+    await asyncio.to_thread(begun.wait)
+    linking.cancel()
+    await asyncio.wait([linking], timeout=0.05)
+    try:
+        assert not linking.done()
+    finally:
+        goes_on.set()
+    await asyncio.wait([linking])
+    assert linking.cancelled()
 
 
 async def test_readers_hear_what_is_there_and_get_parts_as_they_arrive(tmp_path):

@@ -25,6 +25,15 @@ def test_a_finished_response_is_never_asked_for_and_one_that_left_is_after_a_whi
     assert groups.to_fetch(99.0) == {"a": {0, 1, 2}}
 
 
+def test_a_response_in_the_place_of_one_that_finished_is_asked_for_once_it_runs_elsewhere():
+    groups = DraftGroups()
+    for finished in (True, False):
+        groups.chunk_started("a", 0)
+        groups.chunk_started("a", 1)
+        groups.chunk_ended("a", 0, finished, now=0.0)
+    assert groups.to_fetch(RETURN_SECONDS) == {"a": {1}}
+
+
 def test_idle_groups_are_forgotten_by_age_once_they_hold_too_much():
     groups = DraftGroups(max_idle_tokens=100)
     for group_id in ("old", "new", "busy"):

@@ -41,8 +41,8 @@ class Counting:
 
     def add(self, chunk):
         self.threads.add(threading.get_ident())
-        if chunk.max_new_tokens > 100:
-            raise InvalidField("max_new_tokens", chunk.max_new_tokens, "at most 100")
+        if chunk.max_new_tokens == 101:
+            raise InvalidField("max_new_tokens", chunk.max_new_tokens, "not 101")
         self.chunks[chunk.request_id] = [chunk, 0]
 
     def drop(self, request_id, attempt):
@@ -77,7 +77,7 @@ class Counting:
 
     def stats(self):
         self.threads.add(threading.get_ident())
-        return InstanceStats(steps=self.steps)
+        return InstanceStats(steps=self.steps, running=len(self.chunks))
 
     def close(self):
         self.closed += 1
@@ -155,6 +155,10 @@ async def test_thread_driver_drops_chunks():
         driver.add(chunk("b", 1))
         await eventually(lambda: "b" in sink.ended)
         assert "a" not in sink.ended
+        driver.add(chunk("c", 10**9))
+        await eventually(lambda: driver.stats.running == 1)
+        driver.drop("c", 1)
+        await eventually(lambda: driver.stats.running == 0)  # though no step follows
 
 
 async def test_thread_driver_raises_what_the_backend_raised():

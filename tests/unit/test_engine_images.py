@@ -217,6 +217,39 @@ async def test_a_chunk_whose_images_exceed_the_bound_runs_alone():
     assert world.images._bytes <= MAX_IMAGE_BYTES
 
 
+async def test_an_image_that_is_dropped_while_it_is_checked_harms_nothing(monkeypatch):
+    checking, late = asyncio.Event(), asyncio.Event()
+
+    async def slow(work, *args):
+        checking.set()
+        await late.wait()
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", slow)
+    world = await World.running()
+    world.images.hold("a", [ONE.name])
+    world.questions()
+    world.part(ONE, data=TWO.data)
+    await checking.wait()
+    world.images._max_bytes = 0  # as if others took all room
+    world.images.release("a")
+    world.images.hold("b", [ONE.name])
+    late.set()
+    await asyncio.sleep(0.01)
+    assert not world.failed
+    await world.give(ONE)
+    assert world.ready == ["b"]
+    world.images.release("b")
+    late.clear()
+    world.images.hold("c", [ONE.name])
+    world.questions()
+    world.part(ONE, data=TWO.data)
+    world.images.release("c")
+    late.set()
+    await asyncio.sleep(0.01)
+    assert not world.task.done()
+
+
 def test_room_for_less_than_one_image_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.image_bytes = 5: must have room for one image"):
         World(max_bytes=5)

@@ -141,6 +141,51 @@ async def test_a_load_that_a_gone_buffer_began_is_told_to_its_successor(tmp_path
         await reborn.kill()
 
 
+async def test_no_chunk_starts_in_an_engine_that_goes_to_sleep_for_a_buffer_that_is_gone():
+    async with engine(backend=Loading()) as (buffer, server, _, network):
+        real, gate = server._driver.sleep, asyncio.Event()
+
+        async def slow(state, level):
+            await gate.wait()
+            await real(state, level)
+
+        server._driver.sleep = slow
+        await buffer.send(wire.Sleep(asleep=True, level=2))
+        await asyncio.sleep(1)
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        assert (reborn.said[0].sleeping, reborn.said[0].dropped_version) == (["kv_cache", "weights"], 0)
+        await reborn.run()
+        await eventually(lambda: bool(reborn.heard(wire.ChunkFailed)))
+        assert "it sleeps" in reborn.heard(wire.ChunkFailed)[0].message
+        gate.set()
+        await asyncio.sleep(1)
+        assert server._driver._backend.rests == [ASLEEP]
+        await reborn.kill()
+
+
+async def test_no_chunk_runs_while_weights_are_loaded_for_a_buffer_that_is_gone(tmp_path):
+    model, backend = folder(tmp_path / "model", 1.0), Loading()
+    async with engine(backend=backend) as (buffer, server, _, network):
+        gate = asyncio.Event()
+
+        async def slow(*_):
+            await gate.wait()
+
+        server._updater._laid_out = CheckedWeights("another")
+        server._driver.lay_out_weights = slow
+        await buffer.send(load(1, model))
+        await asyncio.sleep(1)
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        await reborn.run(new=50)
+        await eventually(lambda: bool(server.running))
+        gate.set()
+        await eventually(lambda: bool(reborn.results()))
+        assert (backend.loaded, server._updater.live.version) == ([], 0)
+        await reborn.kill()
+
+
 async def test_answers_come_in_the_order_of_their_questions():
     async with engine(backend=Loading()) as (buffer, server, *_):
         real, gate = server._buffer.send, asyncio.Event()

@@ -53,6 +53,7 @@ BASE = {
     "embed.weight": array(5, 4),
     "lm_head.weight": array(5, 4),
     "n.bias": array(4),
+    "n.weight": array(4),
 }
 GOOD = {f"{Q}.lora_A.weight": array(2, 3), f"{Q}.lora_B.weight": array(4, 2)}
 
@@ -126,6 +127,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(change, why):
         ({f"{Q}.lora_A.weight": array(2, 3), f"{Q}.base_layer.weight": array(4, 3)}, r"lacks .*lora_B\.weight"),
         ({"base_model.model.k.base_layer.weight": array(4, 3)}, r"is for k\.weight, which the base lacks"),
         (GOOD | {f"{Q}.lora_embedding_A": array(2, 4), f"{Q}.lora_embedding_B": array(3, 2), f"{Q}.base_layer.weight": array(4, 3)}, r"two changes of q\.weight"),
+        ({"base_model.model.n.lora_A.weight": array(2, 3), "base_model.model.n.lora_B.weight": array(4, 2)}, r"n\.lora_A\.weight is for n\.weight, which is no matrix: \[4\]"),
         (GOOD | {"base_model.model.n.bias": array(5)}, r"shape \[5\], the base's has \[4\]"),
         (GOOD | {f"{Q}.lora_B.weight": array(4, 2, fill=np.inf)}, r"lora_B\.weight has values that are not finite"),
         (GOOD | {f"{Q}.lora_A.weight": array(2, 3, fill=np.nan, dtype="float16")}, "not finite"),

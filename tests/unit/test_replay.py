@@ -4,6 +4,7 @@ import json
 import statistics
 
 import pytest
+from msgspec import structs
 
 from seer.common.config import EngineConfig, ReplayConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineError, InvalidField
@@ -273,6 +274,8 @@ def test_dropping_and_replacing_frees_what_was_held():
         (chunk(prompt=(1, 1000)), "tokens"),
         (chunk(prompt=(-1, 1)), "tokens"),
         (chunk(turn_start=2), "turn_start"),
+        (structs.replace(chunk(), key=-1), "key"),
+        (structs.replace(chunk(), key=2**64), "key"),
     ],
 )
 def test_impossible_chunks_are_refused_by_field(item, field):

@@ -1,6 +1,8 @@
 """When an engine leaves another one that it copies weights from, and how it gives its own copy away."""
 
 import asyncio
+import tempfile
+import threading
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
@@ -123,3 +125,29 @@ async def test_a_cancelled_discard_deletes_every_copy(monkeypatch):
     await asyncio.wait([waiting])
     assert [mine._find(copy.name) for copy in copies] == [GONE] * 3
     assert [copy.folder.exists() for copy in copies] == [False] * 3
+
+
+async def test_a_copy_that_is_cancelled_as_it_begins_leaves_no_folder(tmp_path, monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def slow(copy, fix):
+        begun.set()
+        goes_on.wait()
+        (copy.folder / "late").touch()
+
+    async def send(question):
+        fetcher.arrived(wire.SpoolState(name="v1", size=100, have=0))
+
+    monkeypatch.setattr(Copy, "begin", slow)
+    fetcher = WeightFetcher(send)
+    fetching = asyncio.create_task(fetcher.folder("spool:v1"))
+    await asyncio.to_thread(begun.wait)
+    fetching.cancel()
+    await asyncio.wait([fetching], timeout=0.05)
+    try:
+        assert list(tmp_path.iterdir()), "what is being written is not deleted"
+    finally:
+        goes_on.set()
+    await asyncio.wait([fetching])
+    assert not list(tmp_path.iterdir())

@@ -138,6 +138,8 @@ class ReplayBackend:
     def _check(self, chunk: Chunk) -> None:
         context, new, capacity = len(chunk.tokens), chunk.max_new_tokens, self._capacity
         chunk.check_positions()
+        if not 0 <= chunk.key < 2**64:
+            raise InvalidField("key", chunk.key, "must be an unsigned 64-bit number")
         if chunk.sampling.structured_outputs is not None:
             given = list(chunk.sampling.structured_outputs.given)
             raise InvalidField(

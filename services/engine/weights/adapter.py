@@ -147,10 +147,12 @@ def _check_shapes(
         raise ValueError(f"tensor {whole} has {shapes}")
     if isinstance(change, str):
         return
+    if len(there.shape) != 2:
+        raise ValueError(f"tensor {change.a} is for {target}, which is no matrix: {list(there.shape)}")
     rank = config.rank(target.removesuffix(".weight"))
-    out, into = reversed(there.shape[-2:]) if change.embedding else there.shape[-2:]
+    out, into = reversed(there.shape) if change.embedding else there.shape
     for name, shape in ((change.a, (rank, into)), (change.b, (out, rank))):
-        if adapter[name].shape != shape or len(there.shape) != 2:
+        if adapter[name].shape != shape:
             raise ValueError(
                 f"tensor {name} has shape {list(adapter[name].shape)}: for rank {rank} and {target} of shape "
                 f"{list(there.shape)} it must have {list(shape)}"

@@ -7,13 +7,12 @@ Invariants (tests/cluster/test_weight_deltas.py):
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 
 from seer.common.blobs import Blob, fetch
 from seer.common.process.log import get_logger
-from seer.common.process.threads import until_stopped
+from seer.common.process.threads import until_ended, until_stopped
 from seer.common.weights.delta import apply
 from seer.services.engine.weights.holders import Buffer, Copy, Holder
 
@@ -39,7 +38,7 @@ class DeltaSource:
             if not 0 < size <= blob.size:
                 raise ValueError(f"has {size} bytes: the whole has {blob.size}")
             self.copy = Copy(self._delta.name, size)
-            await asyncio.to_thread(self.copy.begin, "set TMPDIR to a larger disk")
+            await until_ended(self.copy.begin, "set TMPDIR to a larger disk")
             await fetch(self.copy, self._holders(self.copy), self._delta)
             await until_stopped(stop.set, self._make, self.copy, blob, stop.is_set)
         except OSError as error:

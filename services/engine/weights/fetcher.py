@@ -228,13 +228,13 @@ class WeightFetcher:
         """Create a copy's file, if need be in the room of the one that is kept."""
         fix = "set TMPDIR to a larger disk"
         try:
-            await asyncio.to_thread(copy.begin, fix)
+            await until_ended(copy.begin, fix)
         except ValueError as error:
             if self._kept is None:
                 raise
             get_logger().warning("weights are fetched whole: no room for two copies", why=str(error))
             await self._forget()
-            await asyncio.to_thread(copy.begin, fix)
+            await until_ended(copy.begin, fix)
 
     def _sources(self, copy: Copy, given: Buffer, endpoints: Sequence[str]) -> list[OneOfSeveral]:
         """Return whom to ask before the buffer: engines beside this one, a delta that fits, other engines."""

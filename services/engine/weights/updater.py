@@ -234,10 +234,10 @@ class WeightUpdater:
             if self.sleeping is SleepState.ASLEEP:
                 raise EngineError("it sleeps: wake its weights first")
             folder = await self.checker.checked_folder(order.source, order.digest, order.holders)
-            if rejoins != self._rejoins:  # the next buffer already relies on the live weights
-                raise EngineError("the buffer that gave this order is gone")
             if self._laid_out is not self.checker.checked:  # files were written since, and read again
                 await self._lay_out(None)
+            if rejoins != self._rejoins:  # the next buffer already relies on the live weights
+                raise EngineError("the buffer that gave this order is gone")
             self.live, self.dropped = LiveWeights(version=UNDEFINED), None
             await self._replace(order, folder)
             if await self.checker.changed(folder):
@@ -271,10 +271,12 @@ class WeightUpdater:
         except InvalidField as error:
             problem, target = str(error), self.sleeping
         if target != self.sleeping:
+            if target is SleepState.ASLEEP:  # from now on: a new buffer's chunks would run without memory
+                self.sleeping = target
+                if order.level > 1 and self.live.version != UNDEFINED:
+                    self.live, self.dropped = LiveWeights(version=UNDEFINED), self.live
             await self._driver.sleep(target, order.level)
             self.sleeping = target
-            if target is SleepState.ASLEEP and order.level > 1 and self.live.version != UNDEFINED:
-                self.live, self.dropped = LiveWeights(version=UNDEFINED), self.live
         self.wish = self.wish if problem else order.wish or self.wish
         return wire.Slept(
             asleep=bool(self.sleeping),
