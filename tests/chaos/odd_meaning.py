@@ -24,6 +24,7 @@ from unittest import mock
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
+import invariants
 from cluster_harness import Cluster, folder
 from memory_transport import MemoryTransport
 from msgspec import structs
@@ -42,11 +43,8 @@ from seer.common.wire import codec
 from seer.services.buffer.log.log_folder import incarnations
 from seer.services.buffer.log.replay import replay_incarnation
 
-MESSAGES = 1000
-"""Of a run."""
-
-PEERS = 4
-"""Hostile ones at a time."""
+MESSAGES, PEERS = 1000, 4
+"""Of a run; hostile ones at a time."""
 
 BOUND_SECONDS = 400.0
 """Longest time that the honest trainer waits once the others are gone: leases, updates and waits for engines."""
@@ -62,20 +60,11 @@ SOCKETS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "events": (AT.event_snapshots, wire.SnapshotAsked, ("context", "status", "ping")),
     "estimates": (AT.estimate_snapshots, wire.SnapshotAsked, ("buffer", "status", "ping")),
     "dgds": (AT.dgds, wire.EngineToDgds, ("engine", "status", "ping")),
-    "weights": ("tcp://e0:1", wire.EngineToHolder, ("trainer", "status", "ping")),
 }
 """Endpoints, what they take, and roles to come as."""
 
 USERS = (ANYONE, ANYONE, *(User(role, "*") for role in ("trainer", "generator", "gateway", "observer")))
-OFTEN = {
-    "Submit": 10,
-    "NextPrompts": 4,
-    "Acknowledge": 5,
-    "Cancel": 5,
-    "ImageData": 4,
-    "OpenSpool": 4,
-    "SpoolData": 4,
-}
+OFTEN = {"Submit": 10, "NextPrompts": 4, "Acknowledge": 5, "Cancel": 5, "ImageData": 4, "OpenSpool": 4}
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 ARRIVED: dict[tuple[str, int], list[list[int]]] = {}
 """What the honest trainer got, by digest of the weights, and rollout number: the same in all runs."""
@@ -91,21 +80,16 @@ class Peer:
             role=rng.choice(roles), name=rng.choice(NAMES), incarnation=rng.choice((0, 1, 2, 2**62, -1))
         )
         self.transport = MemoryTransport(world.cluster.network, user=rng.choice(USERS))
-        self.endpoint, self.sent = endpoint, 0
-        self.greeted = False
-        self.reading: asyncio.Task[None] | None = None
+        self.endpoint, self.sent, self.greeted = endpoint, 0, False
 
     async def connect(self) -> None:
         self.dealer = await self.transport.dealer(self.endpoint, self.who.address())
-        if self.world.rng.random() < 0.9:  # others never read
-            self.reading = asyncio.create_task(self._read())
-        if self.world.rng.random() < 0.9:
-            await self.say(self.who.hello())
+        reads = self.world.rng.random() < 0.9
+        self.reading = asyncio.create_task(self._read() if reads else asyncio.sleep(0))
 
     async def _read(self) -> None:
         decoder: codec.Decoder[Any] = codec.Decoder(
             wire.BufferToTrainer | wire.DgdsToEngine | wire.BufferSnapshotReply | wire.ContextSnapshotReply
-            | wire.HolderToEngine
         )  # fmt: skip
         while True:
             message = decoder.decode(await self.dealer.recv())
@@ -135,18 +119,8 @@ class Peer:
     async def leave(self) -> None:
         if self.world.rng.random() < 0.5:
             await self.say(wire.Goodbye())
-        if self.reading is not None:
-            self.reading.cancel()
+        self.reading.cancel()
         await self.transport.close()
-
-
-class OddCluster(Cluster):
-    """Engines have endpoints of their own for copies of weights."""
-
-    def config(self, name: str) -> Config:
-        made = super().config(name)
-        engine = structs.replace(made.engine, weights_endpoint=f"tcp://{name}:1")
-        return structs.replace(made, engine=engine)
 
 
 class World:
@@ -156,11 +130,10 @@ class World:
         self.rng = random.Random(seed)
         model = str(folder(Path(home) / "model", 1.0))
         self.odd = OddMessages(self.rng, model)
-        self.types: Counter[str] = Counter()
-        self.answers: Counter[str] = Counter()
+        self.types, self.answers = Counter(), Counter()
         self.problems: list[str] = []
         self.kept = kept = home if self.rng.random() < 0.5 else ""
-        self.cluster = OddCluster(
+        self.cluster = Cluster(
             engine=EngineConfig(
                 backend="replay", kv_blocks=40, max_num_seqs=8, in_place_updates=True,
                 replay=ReplayConfig(vocab_size=1000, mean_tokens=20),
@@ -175,16 +148,7 @@ class World:
 
     async def play(self) -> None:
         """Run it all, and note what is wrong."""
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._unhandled)
-
-        def wall() -> int:
-            return EPOCH_NS + int(loop.time() * 1e9)
-
-        with mock.patch.object(time, "time_ns", wall):
-            await self._play()
-
-    async def _play(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._unhandled)
         for name in SERVICES:
             await self.cluster.start(name)
         self.stopping = asyncio.Event()
@@ -203,17 +167,12 @@ class World:
             deque(replay_incarnation(paths), maxlen=0)
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        told = "".join(traceback.format_exception(error)) if error else ""
-        self.problems.append(f"{context['message']} {told}")
+        self.problems.append(f"{context['message']} {_told(context.get('exception'))}")
 
     def _ended(self) -> bool:
         """Note services that have ended."""
-        ended = [(name, task) for name, task in self.cluster._tasks.items() if task.done()]
-        for name, task in ended:
-            error = task.exception()
-            told = "".join(traceback.format_exception(error)) if error else "without an error"
-            self.problems.append(f"{name} ended: {told}")
+        ended = {name: task for name, task in self.cluster._tasks.items() if task.done()}
+        self.problems += [f"{name} ended: {_told(task.exception())}" for name, task in ended.items()]
         return bool(ended)
 
     def _left(self) -> dict[str, int]:
@@ -241,17 +200,19 @@ class World:
             if self._ended():
                 return
             if len(peers) < PEERS:
-                (socket,) = rng.choices(list(SOCKETS), (80, 5, 5, 5, 5))
+                (socket,) = rng.choices(list(SOCKETS), (85, 5, 5, 5))
                 peers.append(Peer(self, socket))
                 await peers[-1].connect()
             peer = rng.choice(peers)
             await peer.act()
+            invariants.check(self.cluster.services["buffer"].machine)
             if rng.random() < 0.05:
                 peers.remove(peer)
                 await peer.leave()
-            if self.kept and rng.random() < 0.003:
-                await self.cluster.kill("buffer")
-                await self.cluster.start("buffer")
+            if rng.random() < 0.004:
+                name = rng.choice(SERVICES)
+                await self.cluster.kill(name)
+                await self.cluster.start(name)
             await asyncio.sleep(rng.choices((0.0, 0.02, 1.0, 6.0, 31.0), (75, 22, 2, 0.5, 0.3))[0])
         for peer in peers:
             await peer.leave()
@@ -287,6 +248,14 @@ class World:
             return True
 
 
+def _told(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error)) if error else ""
+
+
+def _wall() -> int:
+    return EPOCH_NS + int(asyncio.get_running_loop().time() * 1e9)
+
+
 def play(seed: int) -> World:
     """Run a seed; return what came of it."""
     rand = random.Random(f"secrets {seed}")
@@ -294,6 +263,7 @@ def play(seed: int) -> World:
     with (
         tempfile.TemporaryDirectory(prefix="odd-", dir=memory) as home,
         mock.patch.object(secrets, "randbits", rand.getrandbits),
+        mock.patch.object(time, "time_ns", _wall),
         mock.patch.object(secrets, "token_hex", lambda size=32: rand.randbytes(size).hex()),
         quiet(),
     ):
@@ -310,8 +280,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    types: Counter[str] = Counter()
-    answers: Counter[str] = Counter()
+    types, answers = Counter(), Counter()
     harm: defaultdict[str, list[int]] = defaultdict(list)
     for seed in range(options.seed, options.seed + options.runs):
         world = play(seed)

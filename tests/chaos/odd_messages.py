@@ -178,12 +178,9 @@ class OddMessages:
     def _model(self) -> np.ndarray:
         """Return a safetensors file, sound or nearly so."""
         rng = self.rng
-        shape = rng.choice(([4], [2, 2], [4], self._shape()))
-        dtype = rng.choice(("F32", "F32", "BF16", "X"))
-        tensors = {
-            rng.choice(("w", "", "x" * 600)): {"dtype": dtype, "shape": shape, "data_offsets": [0, 16]}
-        }
-        text = json.dumps(tensors).encode()
+        dtype, shape = rng.choice(("F32", "F32", "BF16", "X")), rng.choice(([4], [2, 2], [4], self._shape()))
+        described = {"dtype": dtype, "shape": shape, "data_offsets": [0, 16]}
+        text = json.dumps({rng.choice(("w", "w", "", "x" * 600)): described}).encode()
         return np.frombuffer(struct.pack("<Q", len(text)) + text + bytes(16), np.uint8)
 
     # --- values by type --------------------------------------------------------------------
@@ -194,20 +191,19 @@ class OddMessages:
     def _pool(self, pools: dict[str, tuple[Any, ...]], name: str, any_: tuple[Any, ...]) -> tuple[Any, ...]:
         return any_ if self.rng.random() < RARELY else pools.get(name, pools.get(f"{name}s", any_))
 
+    def _within(self, pool: tuple[Any, ...], least: Any, most: Any) -> Any:
+        low, high = -math.inf if least is None else least, math.inf if most is None else most
+        return self.rng.choice([x for x in pool if low <= x <= high or (low, high) == (-math.inf, math.inf)])
+
     def _value(self, name: str, kind: Any) -> Any:  # noqa: C901 - a case per type
         rng = self.rng
         few = range(rng.choice((0, 1, 1, 2, 3)))
         match kind:
-            case inspect.IntType(ge=least, gt=above, le=most, lt=below):
-                least = -math.inf if least is None else least
-                most = math.inf if most is None else most
-                above = -math.inf if above is None else above
-                below = math.inf if below is None else below
-                pool = self._pool(NUMBERS, name, INTS)
-                return rng.choice([x for x in pool if least <= x <= most and above < x < below] or [least])
+            case inspect.IntType(gt=None, ge=least, le=most, lt=below):
+                most = below - 1 if most is None and below is not None else most
+                return self._within(self._pool(NUMBERS, name, INTS), least, most)
             case inspect.FloatType(ge=least, le=most):
-                pool = self._pool(REALS, name, FLOATS)
-                return rng.choice([x for x in pool if least is None or least <= x <= most])
+                return self._within(self._pool(REALS, name, FLOATS), least, most)
             case inspect.StrType(max_length=most):
                 pool = self._pool(POOLS, name, TEXTS)
                 return rng.choice([x for x in pool if most is None or len(x) <= most] or ["x" * most])
@@ -219,10 +215,9 @@ class OddMessages:
                 return None
             case inspect.UnionType(types=kinds):
                 return self._value(name, rng.choice(kinds))
-            case inspect.ListType(item_type=item):
-                return [self._value(name, item) for _ in few]
-            case inspect.VarTupleType(item_type=item):
-                return tuple(self._value(name, item) for _ in few)
+            case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+                values = [self._value(name, item) for _ in few]
+                return values if isinstance(kind, inspect.ListType) else tuple(values)
             case inspect.TupleType(item_types=items):
                 return tuple(self._value(name, item) for item in items)
             case inspect.DictType(key_type=key, value_type=value):
