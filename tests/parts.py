@@ -27,6 +27,7 @@ CHAOS = (sys.executable, "bench/correctness/chaos.py")
 FUZZ = (sys.executable, "tests/process/fuzz.py")
 FUZZ_FILES = (sys.executable, "tests/process/fuzz_files.py")
 FUZZ_HTTP = (sys.executable, "tests/process/fuzz_http.py")
+FUZZ_MEANING = (sys.executable, "tests/chaos/odd_meaning.py")
 
 _cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 WORKERS = str(max(4, min(8, _cores)))
@@ -110,6 +111,7 @@ BREADTH = {
         (*FUZZ, "--frames", "500000", "--seed", "2", "--keys"),
         (*FUZZ_FILES, "--cases", "700000", "--seed", "1"),
         (*FUZZ_HTTP, "--bodies", "300000", "--seed", "1"),
+        (*FUZZ_MEANING, "--runs", "500", "--seed", "1000"),
     ],
 }
 """`make test-all`: the same claims with more sizes, variants and seeds."""

@@ -53,9 +53,11 @@ class RolloutIds:
             if isinstance(message, wire.Submit):
                 _remember(self._plain, given, trainer)
             return message
+        here = f"{given}{SEPARATOR}{trainer[:MAX_NAME].replace('/', '_')}"
+        if len(here) > wire.MAX_ID:  # the log could not be read again
+            raise InvalidField("rollout_id", given, f"give at most {wire.MAX_ID - MAX_NAME - 1} characters")
         _remember(self._apart, mine, None)
-        name = trainer[:MAX_NAME].replace("/", "_")
-        return structs.replace(message, rollout_id=f"{given}{SEPARATOR}{name}")
+        return structs.replace(message, rollout_id=here)
 
     def _is_anothers(self, rollout_id: str, trainer: str) -> bool:
         rollout = self._rollouts.get(rollout_id)

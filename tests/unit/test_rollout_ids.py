@@ -56,6 +56,15 @@ def test_an_id_that_looks_like_one_inside_is_refused_and_memory_is_bounded(monke
     assert len(ids._apart) == 3
 
 
+def test_no_id_inside_is_too_long_for_the_log_to_be_read_again():
+    longest = "r" * (wire.MAX_ID - rollout_ids.MAX_NAME - 1)
+    ids = RolloutIds(of("one", longest) | of("one", f"{longest}r"), {})
+    assert len(ids.here("n" * 100, submit(longest)).rollout_id) == wire.MAX_ID
+    with pytest.raises(InvalidField, match="give at most 447 characters"):
+        ids.here("n" * 100, submit(f"{longest}r"))
+    assert len(ids.here("n" * 100, wire.Cancel(rollout_id=f"{longest}r")).rollout_id) <= wire.MAX_ID
+
+
 def test_a_trainer_hears_the_id_that_it_gave():
     nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
     part = wire.StreamedPart("r¦two", "p", 0, 0, 1)
