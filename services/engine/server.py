@@ -129,6 +129,7 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
+        self._delivering: list[wire.EngineToBuffer] = []  # what was taken from these; one at most
         self._unsent: dict[str, RunningChunk] = {}  # streamed chunks that have generated since
         self._stream_due = False
         self._transport, self._endpoint = transport, config.endpoints.engines
@@ -417,7 +418,7 @@ class EngineServer:
 
     async def _deliver(self, message: wire.EngineToBuffer) -> None:
         """Send until the buffer takes it, or forgot this engine: then only a registration counts."""
-        sent = False
+        self._delivering, sent = [message], False
         while not sent and (isinstance(message, wire.Register) or not self._register_due):
             try:
                 await self._buffer.send(message)
@@ -425,6 +426,7 @@ class EngineServer:
             except Unreachable as error:
                 self._log.warning("the buffer does not take messages; trying again", error=str(error))
                 await self._clock.sleep(RETRY_SECONDS)
+        self._delivering = []
 
     def _registration(self) -> wire.Register:
         return self._updater.registration(self._info.capacity, self._info.versions, self._weights_endpoint)
@@ -456,8 +458,8 @@ class EngineServer:
         self.running.clear()
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
-                for answer in self._answers:  # it may say why this engine ends
-                    await self._buffer.send(answer)
+                for message in self._delivering + self._answers:  # one may say why this engine ends
+                    await self._buffer.send(message)
                 if self._ended:
                     await self._buffer.send(done_message(self._ended, self._updater.live.version, {}))
                 await self._buffer.send(wire.Goodbye(problem="" if self._leaving.begun else "it failed"))

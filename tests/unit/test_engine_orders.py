@@ -97,6 +97,19 @@ async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
         await reborn.kill()
 
 
+async def test_an_engine_that_leaves_sends_what_the_buffer_had_not_taken_yet():
+    async with engine() as (buffer, server, running, _):
+        real, server._buffer.send = server._buffer.send, stuck
+        await buffer.run(new=5)
+        await asyncio.sleep(1)
+        server.drain()
+        server._buffer.send = real
+        await running
+        await asyncio.sleep(1)
+        assert kinds(buffer) == [wire.Register, wire.ChunksDone, wire.Goodbye]
+        assert set(buffer.results()) == {("0", 1)}
+
+
 async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, _, network):
