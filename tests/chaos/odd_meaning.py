@@ -64,7 +64,7 @@ SOCKETS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 """Endpoints, what they take, and roles to come as."""
 
 USERS = (ANYONE, ANYONE, *(User(role, "*") for role in ("trainer", "generator", "gateway", "observer")))
-OFTEN = {"Submit": 10, "NextPrompts": 4, "Acknowledge": 5, "Cancel": 5, "ImageData": 4, "OpenSpool": 4}
+OFTEN = {"Submit": 10, "NextPrompts": 4, "Acknowledge": 5, "Cancel": 5, "ImageData": 8, "OpenSpool": 4}
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 ARRIVED: dict[tuple[str, int], list[list[int]]] = {}
 """What the honest trainer got, by digest of the weights, and rollout number: the same in all runs."""

@@ -70,7 +70,7 @@ class OddMessages:
         self.rng = rng
         self.model, self.version = model, 0
         self.said: list[wire.Message] = []
-        self.images = [self._image() for _ in range(6)]
+        self.images = [self._image() for _ in range(16)]
         self.weights = self._model()
 
     def any_of(self, union: Any, weights: dict[str, int]) -> wire.Message:
