@@ -23,6 +23,7 @@ import numpy as np
 
 from seer.client.tensor_stream import Entry, Tensor, TensorStream, entries_of
 from seer.common.errors import InvalidField
+from seer.common.process.threads import until_ended, until_stopped
 from seer.common.weights.in_place import (
     PLAN,
     SHARED_MEMORY,
@@ -218,21 +219,22 @@ class Transfer:
     def begin(self, engines: Sequence[str]) -> None:
         """Send to these engines, in a thread; a second call changes nothing."""
         if self._sending is None and not self._ended:
-            work = asyncio.to_thread(self._source.send, engines, self._stop.is_set)
+            work = until_stopped(self._stop.set, self._source.send, engines, self._stop.is_set)
             self._sending = asyncio.create_task(work)
 
     async def end(self) -> str:
-        """Stop what is not sent yet, and free everything; return what failed before."""
+        """Stop what is not sent yet, and free everything, also if this is cancelled; return what failed
+        before.
+        """
         self._stop.set()
-        problem = ""
-        if self._sending is not None:
-            await asyncio.wait([self._sending])
-            error = self._sending.exception()
-            problem = self._sending.result() if error is None else f"{type(error).__name__}: {error}"
-        if not self._ended:
-            self._ended = True
-            await asyncio.to_thread(self._source.end)
-        return problem
+        try:
+            return "" if self._sending is None else await self._sending  # which ends with its thread
+        except Exception as error:  # noqa: BLE001 - sources fail in their own ways
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if not self._ended:
+                self._ended = True
+                await until_ended(self._source.end)
 
 
 def _torch_entries(tensors: Mapping[str, Tensor], finite: bool) -> list[Entry]:

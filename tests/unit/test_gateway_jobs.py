@@ -127,3 +127,16 @@ async def test_a_process_that_died_is_started_again(processes: JobProcesses) -> 
     processes._process.kill()
     processes._process.wait()
     assert await processes.run("prompt", "encode", ["1"], False)
+
+
+async def test_a_job_that_a_dead_process_had_is_not_refused_by_its_bounds(
+    processes: JobProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request has started the process again before the job's own is told of the death."""
+    monkeypatch.setattr(job_processes, "QUICK_SECONDS", 60.0)
+    job = asyncio.create_task(processes.run("prompt", "encode", ["1"], False))
+    await asyncio.sleep(0.05)  # it is asked for, and the process still loads
+    processes.start()
+    with pytest.raises(HttpError, match="it is started again") as info:
+        await job
+    assert info.value.status == 503

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 
 import msgspec
 import numpy as np
@@ -230,6 +231,23 @@ async def test_a_transfer_that_never_began_is_freed_too():
     source = Source()
     assert await Transfer(source).end() == ""
     assert (source.sent, source.ended) == ([], 1)
+
+
+async def test_a_transfer_that_is_cancelled_again_and_again_sends_to_its_end_and_is_freed():
+    source, let, did = Source(), threading.Event(), []
+    source.send = lambda engines, stopped: let.wait(60) and did.append("sent")
+    source.end = lambda: did.append("ended")
+    transfer = Transfer(source)
+    transfer.begin(["a"])
+    ending = asyncio.create_task(transfer.end())
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        ending.cancel()
+    await asyncio.sleep(0.02)
+    let.set()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert did == ["sent", "ended"]
 
 
 async def test_what_breaks_while_sending_is_told():

@@ -202,6 +202,26 @@ async def test_a_child_that_says_why_it_refuses(
     assert not Path(system.endpoint.removeprefix("ipc://")).parent.exists()
 
 
+@pytest.mark.parametrize("line", ["{garbage", "{" + "x" * 100_000])
+async def test_a_child_that_reports_garbage(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setenv("CHILD_dgds", line)
+    system = LocalSystem(REPLAY, 1)
+    with pytest.raises(
+        LaunchError, match=r"dgds told its start in a way unknown here: (.|\n)*hello from dgds"
+    ):
+        await system.__aenter__()
+    assert await gone(list(system.pids.values()))
+
+
+async def test_a_lost_child_whose_log_is_lost_too_is_started_again() -> None:
+    said: list[str] = []
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
+        (Path(system.endpoint.removeprefix("ipc://")).parent / "dgds.log").unlink()
+        os.kill(system.pids["dgds"], signal.SIGKILL)
+        await system.run(eventually(lambda: "dgds is back" in said))
+    assert any("dgds was killed by SIGKILL; its log cannot be read" in line for line in said)
+
+
 async def test_a_child_that_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_dgds", "hang")
     monkeypatch.setattr(launch, "SERVICE_START_SECONDS", 1.0)

@@ -78,8 +78,6 @@ class JobProcesses:
             async with self._slow:
                 answer = await self._once(request)
         if not answer:
-            if self._process is None or self._process.poll() is not None:
-                raise HttpError(503, "the process that reads texts and images has ended: it is started again")
             fix = (
                 f"takes more than {self._seconds} s of a core or {MEMORY >> 30} GiB to read: make it smaller"
             )
@@ -90,9 +88,13 @@ class JobProcesses:
         return told.result
 
     async def _once(self, request: bytes) -> bytes:
-        """Return the answer of one process; nothing if the process was ended."""
+        """Return the answer of one process; nothing if the process was ended by its bounds.
+
+        Raises `HttpError` if the process that forks has ended.
+        """
         if self._process is None or self._process.poll() is not None:
             self.start()
+        forks = self._process
         mine, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self._control, [b"j"], [theirs.fileno()])
@@ -101,8 +103,11 @@ class JobProcesses:
         try:
             writer.write(request)
             writer.write_eof()
-            return await reader.read()
+            answer = await reader.read()
         except ConnectionError:
-            return b""
+            answer = b""
         finally:
             writer.transport.abort()
+        if not answer and (forks is None or forks is not self._process or forks.poll() is not None):
+            raise HttpError(503, "the process that reads texts and images has ended: it is started again")
+        return answer

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -80,7 +81,7 @@ class WorkerSupervisor:
         self._routes = ControlRoutes(config, self._control)
         self._reserved: dict[str, socket.socket] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._draining = False
+        self._draining = asyncio.Event()
         self._left = config.gateway.workers
 
     async def start(self) -> dict[str, str]:
@@ -114,7 +115,7 @@ class WorkerSupervisor:
 
     def drain(self) -> None:
         """Have all processes answer what they have."""
-        self._draining = True
+        self._draining.set()
         self._drains = [asyncio.create_task(each.drain()) for each in self._serving]
 
     async def _stop(self) -> None:
@@ -129,10 +130,10 @@ class WorkerSupervisor:
         """Run a process, and another one when it ends, until the gateway is drained."""
         loop = asyncio.get_running_loop()
         restarts = Restarts()
-        while not self._draining:
+        while not self._draining.is_set():
             began: list[float] = []
             problem = await self._run_one(ready, began)
-            if self._draining:
+            if self._draining.is_set():
                 return
             if not ready.done():
                 ready.set_exception(ConfigError(problem) if problem else SeerError("a process of it ended"))
@@ -144,7 +145,8 @@ class WorkerSupervisor:
                     raise SeerError("no process of the gateway can be kept running")
                 return
             _log.error("a process of the gateway ended, and starts again", seconds=pause, problem=problem)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), pause)
 
     async def _run_one(self, ready: asyncio.Future[None], began: list[float]) -> str:
         """Run one process to its end. Appends the time of its readiness to `began`; returns its problem."""
@@ -194,7 +196,7 @@ class WorkerSupervisor:
         await remote(Loaded(self._control.adapter, self._control.loading))
         if not self._control.paused:
             await remote(Resume())
-        if self._draining:
+        if self._draining.is_set():
             await remote.drain()
         if not ready.done():
             ready.set_result(None)

@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from seer.common.config import ENV_PREFIX, Config, dump
-from seer.common.errors import ConfigError, SeerError
+from seer.common.errors import NOT_DECODED, ConfigError, SeerError
 
 COMMAND = (sys.executable, "-m", "seer.cli.main")
 """The command of a child; its service's subcommand follows."""
@@ -135,6 +135,10 @@ class Child:
                 if report.error:
                     cls = SettingError if report.code == ConfigError.code else StartError
                     raise cls(f"{self.name} cannot start: {report.error}")
+        except (*NOT_DECODED, ValueError) as error:  # `ValueError`: a line without an end
+            raise LaunchError(
+                f"{self.name} told its start in a way unknown here: {error}{self._last_lines()}"
+            ) from error
         except TimeoutError:
             raise LaunchError(f"{self.name} was not ready in {seconds:.0f} s{self._last_lines()}") from None
         finally:
@@ -171,9 +175,12 @@ class Child:
     def _last_lines(self) -> str:
         if self._log is None:
             return ""
-        with self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError as error:  # as of a cleaned temporary folder
+            return f"; its log cannot be read: {error}"
         return f"; the end of {self._log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
 
 

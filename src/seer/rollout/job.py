@@ -224,14 +224,22 @@ async def _embedded(job: Job, config: Config, roll: Roll, outcome: Outcome) -> N
             outcome.restarts = sum(system.restarts.values())
 
 
-async def _live_weights(client: RolloutClient) -> str:
-    """Return the digest of the live weights; nobody knows it before a first engine is there."""
+async def _live_weights(client: RolloutClient, seconds: float) -> str:
+    """Return the digest of the live weights; nobody knows it before a first engine is there.
+
+    Raises `SeerError` if none is there within so many seconds.
+    """
     status = await client.status()
     if not (status.weights_digest or status.instances):
-        _say("waiting for an engine, which says what the weights are")
-    while not (status.weights_digest or status.instances):
-        await asyncio.sleep(ENGINE_SECONDS)
-        status = await client.status()
+        _say(f"waiting for an engine, which says what the weights are, for {seconds:g} s at most")
+    try:
+        async with asyncio.timeout(seconds):
+            while not (status.weights_digest or status.instances):
+                await asyncio.sleep(ENGINE_SECONDS)
+                status = await client.status()
+    except TimeoutError as error:
+        fix = "start one, or give --rollout-number"
+        raise SeerError(f"no engine registered within {seconds:g} s: {fix}") from error
     return status.weights_digest
 
 
@@ -250,7 +258,8 @@ async def _roll(
     ) as client:
         number = job.rollout_number
         if number is None:
-            number = _number_of(await _live_weights(client))
+            seconds = job.config.buffer.engine_wait_seconds  # as long as submitted work would wait
+            number = _number_of(await _live_weights(client, seconds))
             _say(f"rollout number {number}, which follows from the weights")
         started = loop.time()
         outcome.rollout = rollout = await client.submit(

@@ -66,6 +66,7 @@ class SeerInferenceClient(InferenceEngineInterface):
         self._max_input: int | None = None
         self._version = -1
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting = asyncio.Lock()
         self._connection: tuple[RolloutClient, OpenRollout, PrefixTrajectories] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,12 +136,15 @@ class SeerInferenceClient(InferenceEngineInterface):
 
     async def _connected(self) -> tuple[RolloutClient, OpenRollout, PrefixTrajectories]:
         loop = asyncio.get_running_loop()
-        if self._connection is None or self._loop is not loop:
-            client = await RolloutClient(self.endpoint).__aenter__()
-            rollout = client.open_rollout()
-            trajectories = PrefixTrajectories(rollout, max_sessions=MAX_SESSIONS)
-            self._connection, self._loop = (client, rollout, trajectories), loop
-        return self._connection
+        if self._loop is not loop:
+            self._loop, self._connecting, self._connection = loop, asyncio.Lock(), None
+        async with self._connecting:  # calls that come together have one client
+            if self._connection is None:
+                client = await RolloutClient(self.endpoint).__aenter__()
+                rollout = client.open_rollout()
+                trajectories = PrefixTrajectories(rollout, max_sessions=MAX_SESSIONS)
+                self._connection = client, rollout, trajectories
+            return self._connection
 
     # --- what the trainer calls around rollouts ------------------------------------------
 
