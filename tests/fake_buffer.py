@@ -14,15 +14,7 @@ from seer.client import RolloutClient
 from seer.common.ids import new_incarnation, params_digest
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
-from seer.common.wire import (
-    Accepted,
-    BufferToTrainer,
-    GroupDone,
-    Message,
-    Progress,
-    Submit,
-    TrainerToBuffer,
-)
+from seer.common.wire import Accepted, BufferToTrainer, GroupDone, Message, Progress, Submit, TrainerToBuffer
 
 ENDPOINT = "tcp://127.0.0.1:7101"
 

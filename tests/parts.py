@@ -99,9 +99,7 @@ TEST = {
 BREADTH = {
     "matrix": [(*PYTEST, "-m", "breadth", VERIFY)],
     "offsets": [(*PYTEST, "-m", "breadth", *OFFSETS)],
-    "variants": [
-        (*PYTEST, "-m", "breadth", "tests", *_without(VERIFY, *OFFSETS)),
-    ],
+    "variants": [(*PYTEST, "-m", "breadth", "tests", *_without(VERIFY, *OFFSETS))],
     "properties": [(*PYTEST, *SIDE_BY_SIDE, "--hypothesis-profile=explore", "tests/property")],
     "faults": [(*CHAOS, "--seconds", "300", "--seed", "1000", "--only", "virtual", "processes")],
     "engine-faults": [(*CHAOS, "--seconds", "600", "--seed", "1000", "--only", "vllm")],

@@ -329,10 +329,7 @@ def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float
         else rand.choice(kinds)
     )
     what, target = kind.split()
-    names = {
-        "engine": f"e{rand.randrange(plan.engines)}",
-        "trainer": f"t{rand.randrange(len(plan.scripts))}",
-    }
+    names = {"engine": f"e{rand.randrange(plan.engines)}", "trainer": f"t{rand.randrange(len(plan.scripts))}"}
     if what == "lose":  # the first one goes on, or nobody would mend what deaths of engines break
         names["trainer"] = f"t{len(plan.scripts) - 1}"
         if len(plan.scripts) == 1:

@@ -134,11 +134,7 @@ class System:
         }
         host = f"127.{1 + os.getpid() % 250}.{1 + System._made % 250}.1"
         at = self._endpoints(host if tcp else "")
-        self.config = replace(
-            config,
-            endpoints=at,
-            shared=SharedConfig(model=str(model or "")),
-        )
+        self.config = replace(config, endpoints=at, shared=SharedConfig(model=str(model or "")))
         self._keys = self.folder / "keys" if tcp or net is not None else None
         if self._keys is not None:
             init(self._keys)

@@ -21,10 +21,7 @@ pytestmark = [VIRTUAL, pytest.mark.usefixtures("elsewhere")]
 BLAKE2B = ""
 TAGS = pytest.mark.parametrize("tag", [BLAKE3, BLAKE2B], ids=["blake3", "blake2b"])
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
-PAIR = {
-    "w.lora_A.weight": np.full((1, 3), 0.5, np.float32),
-    "w.lora_B.weight": np.ones((200, 1), np.float32),
-}
+PAIR = {"w.lora_A.weight": np.full((1, 3), 0.5, np.float32), "w.lora_B.weight": np.ones((200, 1), np.float32)}
 
 
 def weights(fill):

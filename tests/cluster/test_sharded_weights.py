@@ -305,8 +305,7 @@ async def make_what_engines_refuse(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [lose_the_base, be_of_an_earlier_release, lack_room, fail_to_apply_it, make_what_engines_refuse],
+    "fault", [lose_the_base, be_of_an_earlier_release, lack_room, fail_to_apply_it, make_what_engines_refuse]
 )
 async def test_a_delta_that_cannot_be_applied_is_replaced_by_the_whole_of_all_ranks(monkeypatch, fault):
     given = first()

@@ -368,10 +368,7 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
         "engine.max_model_len=256", "engine.kv_blocks=40", "drafts.source=off", "buffer.chunk_size=16",
         "buffer.policy=migrate",
     ]  # fmt: skip
-    async with (
-        LocalSystem(load(None, {}, settings), 2) as system,
-        RolloutClient(system.endpoint) as client,
-    ):
+    async with LocalSystem(load(None, {}, settings), 2) as system, RolloutClient(system.endpoint) as client:
 
         async def rolls() -> list[list[int]]:
             rollout = await client.submit(shown, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)

@@ -34,10 +34,7 @@ def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, st
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("turns", "cells"),
-    [
-        ((), "chunk-16,migrate"),
-        pytest.param(("--turns",), "turns-migrate", marks=pytest.mark.breadth),
-    ],
+    [((), "chunk-16,migrate"), pytest.param(("--turns",), "turns-migrate", marks=pytest.mark.breadth)],
 )
 def test_verify_takes_prompts_with_images_and_finds_a_planted_fault(model, tmp_path, turns, cells):
     replay = ("--backend", "replay", "--set", "engine.replay.step_seconds=0.0005")

@@ -391,7 +391,7 @@ OWN: dict[str, dict[str, Case]] = {
     "tokenize, chat": {
         "continue_final_message": Case(
             True, longer(-1), {"messages": OPEN, "add_generation_prompt": False}, bad=("x",)
-        ),
+        )
     },
     "detokenize": {
         "tokens": Case(

@@ -198,10 +198,7 @@ FAULTS: dict[str, Fault] = {
     "context-one-prompt-in-12": Fault("context", "chunk-16", chunk=_of_few_prompts(_LAST)),
     "long-last-token": Fault("context", "chunk-16", chunk=_LAST, where=lambda c: len(c.tokens) > LONG),
     "long-begin-of-prompt": Fault(
-        "context",
-        "chunk-16",
-        chunk=_tokens(lambda t, s: _at(t, 0)),
-        where=lambda c: len(c.tokens) > LONG,
+        "context", "chunk-16", chunk=_tokens(lambda t, s: _at(t, 0)), where=lambda c: len(c.tokens) > LONG
     ),
     "long-shifted-by-one": Fault(
         "context",

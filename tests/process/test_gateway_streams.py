@@ -146,10 +146,7 @@ async def test_an_update_ends_a_stream_that_has_sent_tokens(
 async def test_an_aborting_pause_and_the_deadline_end_a_stream_in_an_error(system: GatewaySystem) -> None:
     body = asked("/v1/completions", **ENDLESS) | {"stream": True}
     for name, why in (("gateway", "aborted"), ("late", "within 4 s")):
-        async with (
-            other(system, name) as http,
-            http.stream("POST", "/v1/completions", json=body) as response,
-        ):
+        async with other(system, name) as http, http.stream("POST", "/v1/completions", json=body) as response:
             parts = parts_of(response.aiter_lines())
             await anext(parts)
             if name == "gateway":

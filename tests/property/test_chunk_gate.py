@@ -47,10 +47,7 @@ class Engine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        n=st.integers(1, SEATS),
-        prompt=st.integers(0, 2),
-        length=st.integers(1, 12),
-        chunk=st.integers(1, 20),
+        n=st.integers(1, SEATS), prompt=st.integers(0, 2), length=st.integers(1, 12), chunk=st.integers(1, 20)
     )
     def group(self, n, prompt, length, chunk):
         for _ in range(n):

@@ -51,8 +51,7 @@ class Pair:
         before, limit = len(PROMPTS[group]), len(known) + more
         name = self.names.setdefault((group, index), len(self.names)) if group else -1
         self.peer.set(
-            slot,
-            Row(self.theirs.get(group), index, name, before, known, limit, stops, self.placeholder),
+            slot, Row(self.theirs.get(group), index, name, before, known, limit, stops, self.placeholder)
         )
         self.stale[slot] = self.generations[slot]
         self.generations[slot] = self.drafter.set(

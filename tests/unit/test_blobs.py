@@ -8,16 +8,7 @@ import pytest
 from virtual_time import virtual
 
 from seer.common import blobs, wire
-from seer.common.blobs import (
-    MAX_DAMAGED,
-    Asked,
-    Blob,
-    Readers,
-    checksum,
-    on_this_machine,
-    part_bytes,
-    window,
-)
+from seer.common.blobs import MAX_DAMAGED, Asked, Blob, Readers, checksum, on_this_machine, part_bytes, window
 
 PART = wire.SHORT_SPOOL_BYTES
 SIZE = 3 * PART + 100

@@ -88,9 +88,7 @@ def test_refused_files(tmp_path: Path) -> None:
 def test_prompts_that_the_model_cannot_take(tmp_path: Path) -> None:
     lines = read_prompts(
         write(
-            tmp_path,
-            '{"id": "a", "prompt_token_ids": [1]}',
-            '{"id": "b", "prompt_token_ids": [1, 2, 3, 99]}',
+            tmp_path, '{"id": "a", "prompt_token_ids": [1]}', '{"id": "b", "prompt_token_ids": [1, 2, 3, 99]}'
         ),
         None,
     )

@@ -305,11 +305,7 @@ async def test_an_answer_to_another_use_of_the_id_changes_nothing_and_is_acknowl
         late.submission = before.submission
         await buffer.say(late)
         gone = Refused(
-            code="cancelled",
-            message="x",
-            rollout_id="r",
-            prompt_ids=["0"],
-            submission=before.submission,
+            code="cancelled", message="x", rollout_id="r", prompt_ids=["0"], submission=before.submission
         )
         await buffer.say(gone)
         (acknowledge,) = await buffer.until(Acknowledge)

@@ -23,8 +23,7 @@ from seer.services.buffer.response_store import Store
 from seer.services.buffer.weights.weights_machine import WeightsMachine
 
 REGISTER = wire.Register(
-    capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
-    weight_version=0,
+    capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256), weight_version=0
 )
 PROMPT = np.arange(5, dtype=np.int32)
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from seer.common import wire
-from seer.services.buffer.failed_prompts import (
-    FOLD_SECONDS,
-    MOST_IDS,
-    MOST_REASONS,
-    MOST_TEXT,
-    FailedPrompts,
-)
+from seer.services.buffer.failed_prompts import FOLD_SECONDS, MOST_IDS, MOST_REASONS, MOST_TEXT, FailedPrompts
 
 
 def refused(*prompts, why="too long", code="failed", rollout="r"):

@@ -77,15 +77,7 @@ async def test_a_request_needs_a_key_that_is_in_the_list(folder):
     good = f"Bearer {secret(folder, 'http-agent')}"
     assert (await server.post(good)).text == "tokens"
     assert (await server.post(good.replace("Bearer", "bearer"))).status_code == 200
-    wrong = [
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Basic abc",
-        f"Bearer {'x' * 40}",
-        f"Bearer {good[7:][::-1]}",
-    ]
+    wrong = [None, "", "Bearer", "Bearer ", "Basic abc", f"Bearer {'x' * 40}", f"Bearer {good[7:][::-1]}"]
     for header in wrong:
         refused = await server.post(header)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, 401), header

@@ -14,11 +14,7 @@ from seer.common.detokenizer import Detokenizer
 from seer.gateway import answers
 from seer.gateway.answers import Choice, Style
 from seer.gateway.errors import HttpError
-from seer.gateway.stream_answers import (
-    StreamedAnswer,
-    StreamedChat,
-    StreamedCompletion,
-)
+from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion
 from seer.gateway.text_stream import TextStream
 from seer.gateway.tools import HERMES
 

@@ -206,11 +206,7 @@ def test_the_verdict_on_tokens(verdicts):
 
 
 def test_the_verdict_on_drafts(verdicts):
-    cells = {
-        "512x1": {"grouped": 2.1},
-        "512x64": {"own": 1.2, "grouped": 1.4},
-        "16x256": {"grouped": 0.98},
-    }
+    cells = {"512x1": {"grouped": 2.1}, "512x64": {"own": 1.2, "grouped": 1.4}, "16x256": {"grouped": 0.98}}
     assert verdicts.drafts({"rates": rated(cells)}) == (
         "pass", "best with drafts: 512x1 2.10, 512x64 1.40, 16x256 0.98"
     )  # fmt: skip

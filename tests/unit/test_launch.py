@@ -349,11 +349,7 @@ async def test_its_disk_lies_in_the_systems_folder() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        ("pool-master", "refuse"),
-        ("pool-owner", "die"),
-        ("pool-owner", '{"error": "no", "code": "config"}'),
-    ],
+    [("pool-master", "refuse"), ("pool-owner", "die"), ("pool-owner", '{"error": "no", "code": "config"}')],
 )
 async def test_a_pool_that_nobody_asked_for_may_fail(
     monkeypatch: pytest.MonkeyPatch, name: str, how: str

@@ -195,10 +195,7 @@ async def test_the_room_of_a_context_bounds_what_its_turns_generate_together():
     async with loops(idle_seconds=5.0) as (buffer, sessions):
         context: Tokens | list[int] = await turn(sessions, "s", 1, 2, max_context=6)
         await turn(sessions, "s", *context, 3, 3, 3, max_context=6)
-        assert [(t.cap, t.idle_seconds) for each in buffer.of(Submit) for t in each.turns] == [
-            (4, 5),
-            (4, 5),
-        ]
+        assert [(t.cap, t.idle_seconds) for each in buffer.of(Submit) for t in each.turns] == [(4, 5), (4, 5)]
         context = await turn(sessions, "t", 1, max_context=1, index=1)
         assert buffer.of(Submit)[-1].turns[0].cap == 2
         await turn(sessions, "t", *context, max_context=1, index=1)

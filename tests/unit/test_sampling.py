@@ -292,15 +292,7 @@ def test_native_logprobs_are_accurate(seed, vocab, scale):
 # --- bad input
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        [0.0, math.nan, 1.0],
-        [0.0, math.inf, 1.0],
-        [-math.inf] * 3,
-        [math.nan] * 3,
-    ],
-)
+@pytest.mark.parametrize("row", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3, [math.nan] * 3])
 def test_rows_that_cannot_be_sampled_say_so(row):
     logits = torch.tensor([[1.0, 2.0, 3.0], row])
     params = SamplingTable([pack(3), pack(3, key=0xABC)]).step([7, 8])

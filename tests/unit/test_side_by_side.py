@@ -133,10 +133,7 @@ def test_ranks_parts_are_written_side_by_side_and_whoever_ends_last_notes_that_a
     async def attempt(monkeypatch):
         threads = Threads(monkeypatch, seconds)
         spool, task = await serving(tmp_path_factory.mktemp("spool"))
-        ranks = [
-            Trainer(spool, first, f"{NAME}.part0"),
-            Trainer(spool, second, f"{NAME}.part1", start=first),
-        ]
+        ranks = [Trainer(spool, first, f"{NAME}.part0"), Trainer(spool, second, f"{NAME}.part1", start=first)]
         for rank in ranks:
             rank.open(first + second)
         for rank in ranks:

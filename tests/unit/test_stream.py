@@ -17,13 +17,7 @@ from seer.common.net import stream as streams
 from seer.common.net.identity import Identity
 from seer.common.net.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.zmq import ZmqTransport
-from seer.common.wire import (
-    BufferPublished,
-    BufferSnapshotReply,
-    ContextSnapshot,
-    Sequenced,
-    SnapshotRequest,
-)
+from seer.common.wire import BufferPublished, BufferSnapshotReply, ContextSnapshot, Sequenced, SnapshotRequest
 from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
 from seer.services.buffer.requests import state

@@ -9,13 +9,7 @@ from virtual_time import VIRTUAL
 from seer.common.net.hub import Hub
 from seer.common.net.identity import Identity
 from seer.common.net.stream import BEACON_SECONDS, FETCH_SECONDS, RETIRED_SECONDS, SNAPSHOT_SECONDS
-from seer.common.wire import (
-    ContextSnapshot,
-    Estimates,
-    Sequenced,
-    SnapshotAsked,
-    SnapshotRequest,
-)
+from seer.common.wire import ContextSnapshot, Estimates, Sequenced, SnapshotAsked, SnapshotRequest
 from seer.common.wire.codec import encode
 
 pytestmark = VIRTUAL

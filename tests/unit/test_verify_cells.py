@@ -32,14 +32,7 @@ GPUS = ["synchronous"]
 DENSE = ["dp-2", "pool-dp-2"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "pool-dp-2", "drafts"]
-DRAFTS = [
-    "drafts",
-    "drafts-right",
-    "drafts-sampling",
-    "drafts-random",
-    "drafts-late",
-    "drafts-tp-2",
-]
+DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-late", "drafts-tp-2"]
 
 
 @pytest.fixture(autouse=True)

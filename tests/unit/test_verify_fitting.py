@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.verify.cells import CELLS, block_bytes, scarce_pool_bytes
-from seer.verify.fitting import (
-    DRAFT_SIBLINGS,
-    MOST_RESPONSES,
-    Work,
-    fit,
-    n_for_tokens,
-    peak_blocks,
-)
+from seer.verify.fitting import DRAFT_SIBLINGS, MOST_RESPONSES, Work, fit, n_for_tokens, peak_blocks
 
 MODEL = {"num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 32}
 """The shipped model's."""

@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 from seer.common.errors import WireError
-from seer.common.wire import (
-    Message,
-    Tokens,
-)
+from seer.common.wire import Message, Tokens
 from seer.common.wire.codec import Decoder, encode
 
 
