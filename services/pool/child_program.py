@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import functools
 import os
-import signal
-import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-T = TypeVar("T")
+from seer.common.process.children import die_with, how_ended
 
-_PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
 
 END_SECONDS = 5.0
 """A killed process ends in milliseconds; one with much memory takes longer."""
-
-_libc = ctypes.CDLL(None)
-"""Opened before any fork: nothing may be loaded between fork and exec."""
 
 
 class Program:
@@ -37,20 +32,12 @@ class Program:
     @classmethod
     async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Self:
         """Start it; its standard output is read with `line`."""
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            if sys.platform == "linux":
-                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:  # it ended before the request was made
-                    os._exit(1)
-
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **environ},
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(die_with, os.getpid()),
         )
         return cls(process)
 
@@ -69,8 +56,7 @@ class Program:
         """Wait for its end; return how it ended."""
         while await self.line():  # a full pipe would stop it
             pass
-        code = await self._process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_ended(await self._process.wait())
 
     async def kill(self) -> None:
         """Kill the program, and wait until it has ended, `END_SECONDS` at most."""

@@ -36,7 +36,7 @@ from seer.client.tensor_stream import TensorStream
 from seer.client.turns import Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.config import SecurityConfig
 from seer.common.prepared_image import PreparedImage
-from seer.local.child import die_with
+from seer.common.process.children import die_with
 
 UPDATE_SECONDS = 60.0
 """A stream that a killed trainer left is given up after 30 s; until then no other update can begin."""

@@ -17,7 +17,7 @@ def _service(name: str, help_text: str, module: str = "") -> click.Command:
     @click.option("--parent-pid", type=int, hidden=True)
     def command(ready_fd: int | None, parent_pid: int | None, **options: object) -> None:
         if parent_pid is not None:
-            from seer.local.child import die_with
+            from seer.common.process.children import die_with
 
             die_with(parent_pid)
         from seer.common.process.service import run_process

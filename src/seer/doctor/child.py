@@ -12,9 +12,9 @@ import os
 import sys
 import time
 
+from seer.common.process.children import die_with
 from seer.common.process.extras import ENGINE_FIX, ENGINE_PACKAGES
 from seer.doctor.report_lines import ENDED, Report
-from seer.local.child import die_with
 
 
 def main() -> None:

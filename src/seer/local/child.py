@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -25,14 +24,13 @@ import msgspec
 
 from seer.common.config import ENV_PREFIX, Config, dump
 from seer.common.errors import NOT_DECODED, ConfigError, SeerError
+from seer.common.process.children import how_ended
 
 COMMAND = (sys.executable, "-m", "seer.cli.main")
 """The command of a child; its service's subcommand follows."""
 
 TAIL_BYTES, TAIL_LINES = 16_384, 15
 """How much is shown of the log of a child that ended unexpectedly."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(SeerError):
@@ -56,15 +54,6 @@ class _StartReport(msgspec.Struct):
 
     error: str = ""
     code: str = ""
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere nothing)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before the call
-        sys.exit(1)
 
 
 class Child:
@@ -151,9 +140,7 @@ class Child:
 
     def exit_report(self) -> str:
         """Return a text of how it ended, with the end of its log."""
-        code = self.process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}{self._last_lines()}"
+        return f"{self.name} {how_ended(self.process.returncode or 0)}{self._last_lines()}"
 
     def terminate(self) -> None:
         """Send SIGTERM if it still runs."""
