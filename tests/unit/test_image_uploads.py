@@ -45,7 +45,8 @@ def test_what_is_no_image_is_refused_by_name(modality, tensors, says):
 @pytest.mark.parametrize(
     ("images", "field"),
     [
-        ([placed(1, 5)], "prompts[0].images[0].length"),
+        ([placed(1, 5)], "prompts[0].images[0].offset"),
+        ([placed(1, 4, 2)], "prompts[0].images[0].length"),
         ([placed(1, -1)], "prompts[0].images[0].offset"),
         ([placed(1, 2), placed(2, 1)], "prompts[0].images[1].offset"),
         ([placed(1, 1, 0)], "prompts[0].images[0].length"),
