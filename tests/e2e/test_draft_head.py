@@ -109,7 +109,7 @@ def test_an_update_brings_the_heads_weights(backend: VllmBackend, tmp_path: Path
     assert backend.stats().head_behind == 0
     backend.load_weights(model_with(tmp_path / "back", 1.0, old), "back")
     assert in_one_go(backend) == plain
-    assert accepted(backend) == pytest.approx(good, rel=0.2)
+    assert accepted(backend) > 1.5 * poor  # scheduled ahead, drafts may be late, as before, too
 
 
 @pytest.mark.parametrize("saved", [0.0, 1e9])
