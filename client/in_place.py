@@ -223,9 +223,7 @@ class Transfer:
             self._sending = asyncio.create_task(work)
 
     async def end(self) -> str:
-        """Stop what is not sent yet, and free everything, also if this is cancelled; return what failed
-        before.
-        """
+        """Stop what is not sent yet, and free everything, even if cancelled; return what failed before."""
         self._stop.set()
         try:
             return "" if self._sending is None else await self._sending  # which ends with its thread

@@ -1,5 +1,9 @@
 """Which segments of a log's folder are kept."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 from logged_buffer import LoggedBuffer
 
@@ -130,3 +134,25 @@ def test_what_can_neither_be_read_nor_deleted_ends_neither_the_log_nor_its_pruni
     first, *others = log_folder.segments(tmp_path)
     assert first == unreadable
     assert others[0].name > f"{1:016x}-000001.jsonl", "older ones were deleted"
+
+
+def test_what_could_not_be_opened_once_is_not_taken_for_the_oldest(tmp_path, monkeypatch):
+    for incarnation in (1, 2):
+        buffer = LoggedBuffer(tmp_path, incarnation=incarnation)
+        buffer.roll(incarnation)
+        buffer.log.close()
+    *older, newest = log_folder.segments(tmp_path)
+    opened, pruner = Path.open, log_folder.Pruner(tmp_path)
+
+    def too_many_files(path, *args, **options):
+        if path == newest:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", too_many_files)
+        pruner.prune()
+    assert log_folder.segments(tmp_path) == [*older, newest]
+    monkeypatch.setattr(log_folder, "KEPT_BYTES", newest.stat().st_size)
+    pruner.prune()
+    assert log_folder.segments(tmp_path) == [newest]

@@ -123,29 +123,31 @@ class Pruner:
                 self._submissions.pop(segment.path, None)
 
     def _segments(self) -> list[_Segment]:
-        """Return all segments, the oldest first; those that cannot be read count as the oldest."""
+        """Return segments, the oldest first; those that are no log count as the oldest.
+
+        Those that cannot be opened now are left alone: what they hold may be needed.
+        """
         found = []
         for incarnation in incarnations(self._folder):
             for path, following in zip(incarnation, [*incarnation[1:], None], strict=True):
-                size, head = path.stat().st_size, self._head(path)
-                new = self._head(following).before if following else self._submitted(path, size)
-                found.append(_Segment(head.started, path, size, head.open + new))
+                with contextlib.suppress(OSError):
+                    size, head = path.stat().st_size, self._head(path)
+                    new = self._head(following).before if following else self._submitted(path, size)
+                    found.append(_Segment(head.started, path, size, head.open + new))
         return sorted(found)
 
     def _head(self, path: Path) -> _Head:
         if path not in self._heads:
-            try:
-                with path.open("rb") as file:
+            with path.open("rb") as file:
+                try:
                     self._heads[path] = _head.decode(file.readline())
-            except (*NOT_DECODED, OSError):
-                self._heads[path] = _Head()
+                except NOT_DECODED:
+                    self._heads[path] = _Head()
         return self._heads[path]
 
     def _submitted(self, path: Path, size: int) -> list[Submission]:
         if self._submissions.get(path, (-1,))[0] != size:
-            self._submissions[path] = size, []
-            with contextlib.suppress(OSError):
-                self._submissions[path] = size, submitted(path)
+            self._submissions[path] = size, submitted(path)
         return self._submissions[path][1]
 
 

@@ -170,10 +170,8 @@ class CoreHandle:
         try:
             found = call("seer_try", timeout=seconds, kwargs={"method": method, "arguments": arguments})
         except TimeoutError as error:  # vLLM would take late answers for those of the next call
-            limit = f"engine.load_seconds = {self._rpc_seconds:g}"
-            why = (
-                f"ranks of this engine did not end {method} within {limit}: the engine ends, and starts again"
-            )
+            limit = f"{seconds:g} s (engine.load_seconds = {self._rpc_seconds:g})"
+            why = f"ranks of this engine did not end {method} within {limit}: it ends, and starts again"
             raise EngineBroken(why) from error
         for _, problem in found:
             if problem:
