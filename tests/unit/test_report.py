@@ -181,6 +181,9 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
     ]
     assert ends[0][-len(ends[1]) :] == ends[1]
     assert part.timeline.rollouts[0].submitted == whole.timeline.rollouts[0].submitted
+    for reader in (whole, part):  # what was generated before the log begins was not computed again
+        names = [name for _, name in RolloutView(reader.timeline, reader.timeline.rollouts[0]).figures()]
+        assert "tokens computed again" not in names
     edges = np.array([HEADER.started + 6, HEADER.started + 7.5])
     booked = [RolloutView(r.timeline, r.timeline.rollouts[0]).booked("e0", edges) for r in (whole, part)]
     assert booked[0] == booked[1] > 0
@@ -380,6 +383,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert "<svg" in out.read_text()
     assert (tmp_path / "t.json").exists()
     assert len(read_timeline(log).chunks) == 1
+
+
+def test_a_file_whose_header_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log")
+    header = rows.header_line(HEADER)
+    for cut in (1, len(header) // 2, len(header) - 1):
+        (log / "0000000000000008.jsonl").write_bytes(header[:cut])
+        assert len(read_timeline(log).chunks) == 1
+    with pytest.raises(InvalidField, match="holds no log"):
+        read_timeline(log / "0000000000000008.jsonl")
 
 
 @pytest.mark.parametrize(

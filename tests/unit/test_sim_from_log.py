@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from seer.cli.main import main
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import Limits
@@ -199,6 +200,7 @@ def test_one_of_several_rollouts_is_chosen_and_what_ran_beside_is_named(tmp_path
         ({"short": 5}, "it was too short: give a rollout of this release of 8 s or more"),
         ({"drop": events.GroupsSubmitted}, "was submitted before the log begins: give all files of the log"),
         ({"open": True}, "has turns, or prompts that came one by one: give a rollout that was submitted whole"),
+        ({"drop": Joined}, "--from-log = 'e': joined before the log begins: give all files of the log"),
         ({"format": 1}, "has format 1 of version 9.9, this one reads 2: read it with the version that wrote it"),
         ({"policy": "gone"}, "--policy = 'gone': choose from"),
     ],

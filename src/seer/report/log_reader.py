@@ -54,14 +54,14 @@ def read_timeline(log: Path, named: str = "LOG") -> Timeline:
 
 @contextlib.contextmanager
 def log_files(log: Path, named: str = "LOG") -> Iterator[list[Path]]:
-    """Give the files of a log, or of its folder, that have rows.
+    """Give the files of a log, or of its folder, that have a whole header.
 
     Raises `InvalidField`, whose field is `named`, for what is no log, also if that is found in the context.
     """
     fix = "give a folder or file that buffer.log wrote"
     try:
         files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
-        files = [path for path in files if path.stat().st_size]
+        files = [path for path in files if _begun(path)]
         if not files:
             raise InvalidField(named, str(log), f"holds no log: {fix}")
         yield files
@@ -69,6 +69,12 @@ def log_files(log: Path, named: str = "LOG") -> Iterator[list[Path]]:
         raise InvalidField(named, str(log), f"{error.strerror}; {fix}") from error
     except rows.LogError as error:
         raise InvalidField(named, str(log), str(error)) from error
+
+
+def _begun(path: Path) -> bool:
+    """Return whether a file has a whole first line; its writer may have been killed before."""
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 class _Engine:

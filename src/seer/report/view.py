@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from seer.common.errors import InvalidField
 from seer.common.policy.tail import before_tail
 from seer.report.hard_prompts import hard_prompts
-from seer.report.lost_share import lost_share
+from seer.report.lost_share import lost_share, made_in_log
 from seer.report.records import Chunk, End, EngineIncarnation, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 
@@ -85,7 +85,7 @@ class RolloutView:
         rollout, chunks = self.rollout, self.rollout.chunks
         done = sum(response.finished is not None for response in rollout.responses)
         tokens = sum(response.generated for response in rollout.responses)
-        again = sum(chunk.tokens for chunk in chunks) - tokens
+        again = sum(chunk.tokens for chunk in chunks) - sum(map(made_in_log, rollout.responses))
         ends = Counter(chunk.how for chunk in chunks)
         lost = ends[End.ENGINE_LOST] + ends[End.BUFFER_LOST] + ends[End.FAILED]
         responses = len(rollout.responses)

@@ -103,6 +103,9 @@ def real_run(timeline: Timeline, rollout: Rollout) -> RealRun:
     """Return what a rollout was. Raises `InvalidField` for one that cannot be simulated."""
     _check(rollout)
     engines = sorted({chunk.engine for chunk in rollout.chunks})
+    if not any(each.name in engines for each in timeline.incarnations):
+        fix = "joined before the log begins: give all files of the log"
+        raise InvalidField("--from-log", ", ".join(engines), fix)
     intervals = [each for name in engines for each in _intervals(timeline, rollout, name)]
     if len(intervals) < INTERVALS:
         silent = not any(report.steps for reports in timeline.reports.values() for _, report in reports)
