@@ -209,7 +209,7 @@ class Cluster:
             item.attempt,
             float(view.context),
             view.prompt_len + min(view.generated + item.max_new_tokens, self.lengths[item.request_id]),
-            most=view.context + item.max_new_tokens + 1,
+            most=view.context + item.max_new_tokens + self.load.model.draft_tokens + 1,
         )
         group = request.group.shared_id or request.group.group_id
         self._began[group] = self._began.get(group, 0) + (not view.produced)

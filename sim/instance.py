@@ -35,7 +35,7 @@ class Chunk:
     """A chunk of a request: `length` tokens of prompt and output now, `end` tokens when it ends.
 
     `prefill` tokens must be computed on admission; `kind` is its class of drafts (`drafting.kind_of`); it may
-    have `most` tokens at its end.
+    have `most` tokens, drafted ones included.
     """
 
     request_id: str

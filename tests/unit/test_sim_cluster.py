@@ -11,6 +11,8 @@ from seer.common.policy.schedule import POLICIES, Policy, oracle
 from seer.services.buffer.requests import events
 from seer.sim.bound import of_rollout
 from seer.sim.cluster import STATUS_SECONDS, Cluster, Outcome
+from seer.sim.instance import Instance
+from seer.sim.ranks import RankedInstance
 from seer.sim.workload import DISPATCH_SECONDS, Workload
 
 LENGTHS = LOAD.draw(7)
@@ -61,6 +63,19 @@ def test_responses_to_a_recorded_prompt_share_its_full_blocks_and_dispatches_tak
     slow = replace(recorded, model=replace(MODEL, prefill=0.5))
     found = Cluster(slow, POLICIES["divided"], lengths, chunk_size=200).run()
     assert found.total >= of_rollout(slow, lengths, False).seconds(1)
+
+
+def test_ranks_reserve_the_blocks_that_the_buffer_has_booked(monkeypatch):
+    load = replace(LOAD, ranks=2, model=replace(MODEL, kv_tokens=8000, draft_tokens=40))
+    cluster, blocks = cluster_of("seer", load=load), []
+
+    def add(instance, chunk, now):
+        blocks.append((instance._blocks(chunk), cluster.buffer.requests[chunk.request_id].blocks))
+        Instance.add(instance, chunk, now)
+
+    monkeypatch.setattr(RankedInstance, "add", add)
+    cluster.run()
+    assert [reserved for reserved, _ in blocks] == [booked for _, booked in blocks]
 
 
 def test_the_context_service_has_its_say_as_in_production():
