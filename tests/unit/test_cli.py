@@ -101,6 +101,25 @@ def test_bad_input_is_exit_code_2(prompts: Path, options: list[str], told: str) 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        ("sim --plan", "nan"),
+        ("sim --between", "nan"),
+        ("spans --oldest", "nan"),
+        ("doctor --seconds", "nan"),
+        ("verify x --logprob-tolerance", "nan"),
+        ("config check x --gpu-gib", "nan"),
+        ("config check x --gpu-gib", "inf"),
+        ("config check x --disk", "inf"),
+    ],
+)
+def test_what_is_no_number_is_refused(command: str, value: str) -> None:
+    result = CliRunner().invoke(main, [*command.split(), value])
+    assert result.exit_code == 2, result.output
+    assert f"Invalid value for '{command.split()[-1]}'" in result.output
+
+
 def test_nobody_to_connect_to_is_exit_code_1(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_job, "CONNECT_SECONDS", 0.1)
     result = seer_rollout(prompts, "--connect", f"ipc://{prompts.parent}/none", "--policy", "divided")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from seer.cli.options import FILE, FOLDER, POSITIVE
+from seer.cli.options import FILE, FOLDER, POSITIVE, Number
 
-_SIZE = click.FloatRange(min=0, min_open=True)
+_SIZE = Number(min=0, max=2**30, min_open=True, max_open=True)
 
 
 def _memory(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from seer.cli.options import (
     POSITIVE,
     SAMPLING,
     SEED,
+    Number,
     beside_running,
     config_of,
     endpoint_of,
@@ -156,7 +157,7 @@ def rollout(**options: object) -> None:
 )
 @click.option(
     "--logprob-tolerance",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     help="In raw logits.  [default: by the model's dtype]",
 )
 @click.option(
@@ -231,7 +232,7 @@ def status(connect: str, as_json: bool, **options: object) -> None:
 @click.option(
     "--only", default="", metavar="CHECK[,...]", help="Run these checks.  [default: all that apply]"
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True),
+@click.option("--seconds", type=Number(min=0, min_open=True),
     help="Most seconds of all checks.  [default: 600]",
 )  # fmt: skip
 @click.option("--json", "json_file", type=FILE, help="Write all lines as JSON, after each one.")
@@ -319,7 +320,7 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 )  # fmt: skip
 @click.option("--group-size", type=POSITIVE, help="Responses per prompt, with the same total number.")
 @click.option(
-    "--between", type=click.FloatRange(0, 1), help="Share of the lengths' variance that lies between prompts."
+    "--between", type=Number(0, 1), help="Share of the lengths' variance that lies between prompts."
 )
 @click.option(
     "--chunk-size", type=POSITIVE, help="Tokens per chunk.  [default: a 64th of the cap, at least 256]"
@@ -328,7 +329,7 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 @click.option(
     "--seeds", type=POSITIVE, default=3, show_default=True, help="Number of random draws of lengths."
 )
-@click.option("--plan", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+@click.option("--plan", type=Number(min=0, min_open=True), metavar="SECONDS",
     help="Find the least number of instances that finish a rollout in this time.",
 )  # fmt: skip
 @click.option("--workers", type=POSITIVE, help="Worker processes.  [default: one per CPU]")

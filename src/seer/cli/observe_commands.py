@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from seer.cli.options import CONFIG, CONNECT, FILE, config_of, endpoint_of, log_of_running
+from seer.cli.options import CONFIG, CONNECT, FILE, Number, config_of, endpoint_of, log_of_running
 
 
 @click.command()
@@ -91,7 +91,7 @@ def trace(wanted: str, log: Path | None) -> None:
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Send what the log has, and end.")
 @click.option(
-    "--oldest", type=click.FloatRange(min=0), metavar="SECONDS",
+    "--oldest", type=Number(min=0), metavar="SECONDS",
     help="Drop spans that ended longer ago.  [default: 600, with --once none]",
 )  # fmt: skip
 @click.option("--ready-fd", type=int, hidden=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,17 @@ J = TypeVar("J", bound="msgspec.Struct")
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 POSITIVE = click.IntRange(min=1)
+
+
+class Number(click.FloatRange):
+    """A range of numbers, of which NaN is none: click finds it neither below nor above a bound."""
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises `click.BadParameter`."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return number
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
