@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,24 @@ def test_what_is_no_number_is_refused(command: str, value: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), value])
     assert result.exit_code == 2, result.output
     assert f"Invalid value for '{command.split()[-1]}'" in result.output
+
+
+@pytest.mark.parametrize("option", ["--out", "--report", "--report-html"])
+def test_prompts_and_responses_are_not_written_over(prompts: Path, option: str) -> None:
+    file = prompts if option == "--out" else prompts.parent / "out.jsonl"
+    result = seer_rollout(prompts, "--backend", "replay", option, file)
+    assert result.exit_code == 2, result.output
+    assert (
+        f"{option} = {str(file)!r}: is what {'PROMPTS' if option == '--out' else '--out'} names"[:80]
+        in result.output
+    )
+    assert prompts.read_text() == PROMPT
+
+
+def test_a_run_s_name_follows_from_its_file_whatever_bytes_name_it() -> None:
+    names = [os.fsdecode(name) for name in (b"out.jsonl", b"\xff.jsonl", b"\xfe.jsonl")]
+    jobs = [types.SimpleNamespace(out=Path("/x") / name) for name in names]
+    assert len({rollout_job._name_of(job, {}) for job in jobs}) == 3  # type: ignore[arg-type]
 
 
 def test_nobody_to_connect_to_is_exit_code_1(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

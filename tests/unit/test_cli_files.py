@@ -13,6 +13,7 @@ from seer.client.results import Group, Response
 from seer.common.errors import InvalidField
 from seer.rollout.files import (
     ModelFacts,
+    check_apart,
     check_fit,
     check_writable,
     encode_group,
@@ -172,6 +173,15 @@ def test_a_report_is_whole_or_absent(tmp_path: Path) -> None:
 
 def test_unwritable_output(tmp_path: Path) -> None:
     check_writable("--out", tmp_path / "new.jsonl")
-    for bad in (tmp_path, tmp_path / "none" / "out.jsonl", Path("/dev/null")):
+    assert not list(tmp_path.iterdir())
+    long = [tmp_path / ("x" * length) for length in (250, 300)]  # what is written first has a longer name
+    for bad in (tmp_path, tmp_path / "none" / "out.jsonl", Path("/dev/null"), *long):
         with pytest.raises(InvalidField, match="--out = "):
             check_writable("--out", bad)
+
+
+def test_no_file_is_written_over_another_option_s(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    check_apart({"PROMPTS": tmp_path / "b", "--out": tmp_path / "a", "--report": None, "--report-html": None})
+    with pytest.raises(InvalidField, match=r"--report = .*link': is what --out names: give another file"):
+        check_apart({"--out": tmp_path / "a", "--report": tmp_path / "link"})

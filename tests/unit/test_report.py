@@ -404,6 +404,7 @@ def test_a_file_whose_header_was_cut_off_is_left_out(tmp_path: Path) -> None:
         ("log", ["--rollout", "other"], "--rollout = 'other': the log has 1 rollouts, the last ones: r"),
         ("log", ["--out", "/nonexistent/x.html"], "--out = "),
         ("log", ["--trace", "/nonexistent/x.json"], "--trace = "),
+        ("log", ["--out", "t", "--trace", "t"], "--trace = 't': is what --out names: give another file"),
     ],
 )
 def test_bad_input_is_refused_by_name(tmp_path: Path, log: str, options: list[str], message: str) -> None:

@@ -26,7 +26,7 @@ POSITIVE = click.IntRange(min=1)
 class Number(click.FloatRange):
     """A range of numbers, of which NaN is none: click finds it neither below nor above a bound."""
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
         """Return the number. Raises `click.BadParameter`."""
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):

@@ -8,7 +8,7 @@ from seer.report.log_reader import read_timeline
 from seer.report.timeline_page import page
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout
-from seer.rollout.files import check_writable, write_whole
+from seer.rollout.files import check_apart, check_writable, write_whole
 from seer.sim_command.from_log import best_other
 
 
@@ -29,6 +29,7 @@ def write_reports(
     """
     check_writable("--out", html)
     check_writable("--trace", trace_file)
+    check_apart({"--out": html, "--trace": trace_file})
     timeline = read_timeline(log)
     view = RolloutView(timeline, choose_rollout(timeline, rollout_id))
     if html is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -286,17 +286,35 @@ def check_writable(option: str, path: Path | None) -> None:
     """Raise `InvalidField` if a file is given and cannot be written; called before the work starts."""
     if path is None:
         return
-    taken = path.exists() and not path.is_file()
-    if taken or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidField(option, str(path), "give a file in an existing folder that can be written to")
+    fix = "give a file in an existing folder that can be written to"
+    if os.path.exists(path) and not path.is_file():  # noqa: PTH110 - `Path.exists` may raise
+        raise InvalidField(option, str(path), fix)
+    partial = _beside(path)
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise InvalidField(option, str(path), f"{error.strerror}; {fix}") from error
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Raise `InvalidField` if two options name the same file, as one file would replace the other."""
+    named: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is not None and (other := named.setdefault(path.resolve(), option)) != option:
+            raise InvalidField(option, str(path), f"is what {other} names: give another file")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a file beside `path` that replaces it when the block succeeds."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _beside(path)
     try:
         yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")

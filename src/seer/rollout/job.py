@@ -41,6 +41,7 @@ from seer.report.engine_use import acceptance_length, draft_text, pool_text, poo
 from seer.rollout.files import (
     ModelFacts,
     PromptLine,
+    check_apart,
     check_fit,
     check_weights,
     check_writable,
@@ -116,9 +117,10 @@ def perform(job: Job) -> int:
     Raises `InvalidField` or `ConfigError` for bad input, other `SeerError`s when nothing ran.
     """
     check_request(job.n, job.sampling, job.seed, job.rollout_number or 0)
-    check_writable("--out", job.out)
-    check_writable("--report", job.report)
-    check_writable("--report-html", job.report_html)
+    outputs = {"--out": job.out, "--report": job.report, "--report-html": job.report_html}
+    for option, file in outputs.items():
+        check_writable(option, file)
+    check_apart({"PROMPTS": job.prompts, **outputs})
     embedded = not job.connect
     if job.report_html is not None and not embedded:
         fix = "with --connect, the log is the running buffer's: `seer report` draws it"
@@ -176,7 +178,8 @@ def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
 
 
 def _name_of(job: Job, run_of_job: Mapping[str, str]) -> str:
-    whose = [socket.gethostname(), str(job.out.absolute()), *run_of_job.items()]
+    out = os.fsencode(job.out.absolute()).decode(errors="backslashreplace")  # names of files are any bytes
+    whose = [socket.gethostname(), out, *run_of_job.items()]
     return "rollout-" + hashlib.blake2b(msgspec.json.encode(whose), digest_size=12).hexdigest()
 
 
