@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import orders
@@ -151,6 +152,11 @@ def test_an_id_of_several_rollouts_is_that_of_the_last_and_an_unknown_one_says_w
         follow([moving()], "r/a#5")
     begun = segment((0.0, orders.ended("e0", "r/x#0", 1, 4), [dispatch("e0", "r/y#0", 2)]))
     assert told("y", begun)[0] == "submitted before the log begins"
+
+
+def test_an_id_that_no_log_can_have_is_refused():
+    with pytest.raises(InvalidField, match=r"ID = .*: is not UTF-8: give PROMPT"):
+        needle(os.fsdecode(b"\xff"))
 
 
 def test_the_command_reads_files_and_only_the_rows_that_may_matter(tmp_path, monkeypatch):

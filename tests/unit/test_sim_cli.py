@@ -6,13 +6,14 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 from seer.cli.main import main
-from seer.sim.study import Summary, Variant, run_all, summarize, tasks, variants
+from seer.sim.study import Run, Summary, Task, Variant, run_all, summarize, tasks, variants
 from seer.sim.workload import WORKLOADS, Workload
 from seer.sim_command import job as sim_job
 
@@ -28,6 +29,20 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY + "[model]\nkv_tokens = 2000\n")
     return path
+
+
+def test_a_log_appears_whole_or_not_at_all(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(task: Task, file: BinaryIO) -> Run:
+        file.write(b"half a log")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sim_job, "perform_one", full)
+    result = sim("--workload", tiny, "--log", tmp_path / "log.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "cannot be written: No space left on device; give a file on a disk with room" in result.output
+    assert [each.name for each in tmp_path.iterdir()] == ["tiny.toml"]
 
 
 def test_a_table_has_a_row_for_each_policy_and_the_report_the_same_figures(

@@ -40,9 +40,12 @@ ALWAYS = (b'["GroupsSubmitted",', b'["Joined",', b'["Left",', b'["GiveUp",', b'[
 
 
 def needle(wanted: str) -> bytes:
-    """Return text that is in every row about the prompt alone, as JSON has it."""
+    """Return text that is in every row about the prompt alone, as JSON has it. Raises `InvalidField`."""
     name = _split(wanted)[0]
-    return msgspec.json.encode(name.partition("/")[2] or name)[1:-1]
+    try:
+        return msgspec.json.encode(name.partition("/")[2] or name)[1:-1]
+    except UnicodeEncodeError as error:
+        raise InvalidField("ID", wanted, f"is not UTF-8: give {FORMS}") from error
 
 
 def concerns(text: bytes, needle: bytes) -> bool:

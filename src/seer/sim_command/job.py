@@ -22,7 +22,7 @@ from rich.text import Text
 
 from seer.common.errors import InvalidField
 from seer.common.policy.chunk_size import default_chunk
-from seer.rollout.files import check_writable, write_report
+from seer.rollout.files import check_writable, replacing, write_report
 from seer.sim.files import load_workload
 from seer.sim.paper import Figures, figures
 from seer.sim.plan import instances_for
@@ -131,8 +131,12 @@ def _log(loads: Sequence[Workload], job: Job, path: Path) -> int:
         raise InvalidField("--log", str(path), "is of one rollout: give one --workload")
     if variant.policy == ORACLE:
         raise InvalidField("--log", str(path), f"no buffer knows what {ORACLE} does: give another --policy")
-    with path.open("wb") as file:
-        run = perform_one(Task(loads[0], variant, 0, job.chunk(loads[0])), file)
+    try:
+        with replacing(path) as partial, partial.open("wb") as file:
+            run = perform_one(Task(loads[0], variant, 0, job.chunk(loads[0])), file)
+    except OSError as error:
+        fix = f"cannot be written: {error.strerror}; give a file on a disk with room"
+        raise InvalidField("--log", str(path), fix) from error
     print(f"{loads[0].name}: {run.total:.0f} s with {variant.label}, seed 0: {path}")
     return 0
 
