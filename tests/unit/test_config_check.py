@@ -245,6 +245,19 @@ def test_the_command_reads_the_models_index_and_exits_by_what_it_found(tmp_path,
     assert "weights of 3 MiB" in check(file, *options, "--disk", 300).output
 
 
+def test_weights_of_no_size_and_folders_that_nobody_may_read_are_no_traceback(tmp_path, model):
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1e999}}')
+    file = tmp_path / "seer.toml"
+    file.write_text(
+        f'[buffer]\nspool = "{tmp_path}/{"x" * 300}"\n'
+    )  # as one that is another user's: it raises
+    assert "weights of unknown size" in check(file, "--model", model).output
+    (model / "a.safetensors").symlink_to("gone")
+    told = check(file, "--model", model, "--disk", 1).output
+    assert f"--model = {str(model)!r}"[:60] in told
+    assert "a.safetensors: No such file or directory; give a complete Hugging Face model folder" in told
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

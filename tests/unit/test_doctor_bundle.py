@@ -1,6 +1,9 @@
 """The file for a bug report: all that is needed, no secrets, bounded."""
 
+import json
 import tarfile
+
+import msgspec
 
 from seer.doctor import bundle
 from seer.doctor.bundle import MAX_PART, cleaned, write_bundle
@@ -45,6 +48,18 @@ def test_each_part_is_bounded_and_keeps_its_end(tmp_path):
     parts = _bytes(tmp_path / "b.tar.gz")
     assert all(len(data) <= MAX_PART for data in parts.values())
     assert parts["seer-doctor/logs/start.log"].endswith(b"the end")
+
+
+def test_a_secret_at_the_cut_or_with_escaped_characters_is_left_out(tmp_path):
+    secret = 'pä"ssw\\ord-of-ada'
+    (tmp_path / "start.log").write_text(f"x{SECRET}\n" + "y" * (MAX_PART - 10) + "\n")
+    report = json.dumps({"why": f"no login with {secret}"})
+    config = msgspec.json.encode(f"key {secret}").decode()
+    write_bundle(tmp_path / "b.tar.gz", report, config, tmp_path, ENVIRON | {"DB_PASSWORD": secret})
+    parts = read(tmp_path / "b.tar.gz")
+    assert parts["seer-doctor/doctor.json"] == '{"why": "no login with [left out]"}'
+    assert parts["seer-doctor/config.toml"] == '"key [left out]"'
+    assert set(parts["seer-doctor/logs/start.log"]) == {"y", "\n"}
 
 
 def _bytes(file):

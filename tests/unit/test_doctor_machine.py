@@ -208,7 +208,8 @@ def test_a_containers_share_of_processors_is_read():
 def test_a_full_disk_fails_by_the_settings_name(tmp_path):
     (line,) = wrong(said(limits.judge_disk, "buffer.spool", tmp_path / "later" / "spool", 2**60))
     assert (line.status, "buffer.spool" in line.text, str(tmp_path) in line.text) == ("fail", True, True)
-    assert not wrong(said(limits.judge_disk, "buffer.spool", tmp_path, 1))
+    for folder in (tmp_path, tmp_path / ("x" * 300)):  # nobody can say whether that one exists
+        assert not wrong(said(limits.judge_disk, "buffer.spool", folder, 1))
 
 
 # --- ports and the clock ----------------------------------------------------------------------------
@@ -222,6 +223,24 @@ def test_a_taken_port_fails_by_its_setting_and_a_free_one_passes():
         assert "set endpoints.engines" in line.fix
     (line,) = said(ports.judge_address, "endpoints.engines", "127.0.0.1", port)
     assert line.status == "pass"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_a_taken_port_of_ipv6_fails_too():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        (line,) = said(ports.judge_address, "endpoints.engines", "::1", server.getsockname()[1])
+        assert (line.status, "is taken" in line.text) == ("fail", True)
+
+
+def test_ports_that_the_system_keeps_are_not_taken_by_connections(tmp_path, monkeypatch):
+    config, kept = tmp_path / "config.toml", tmp_path / "kept"
+    config.write_text('[endpoints]\nengines = "tcp://127.0.0.1:40101"\n[pool]\nkind = "none"\n')
+    monkeypatch.setattr(ports, "_RESERVED", kept)
+    for text, inside in (("", True), ("8080,40100-40102\n", False), ("40101\n", False), ("\n", True)):
+        kept.write_text(text)
+        to = io.StringIO()
+        ports.check(Report("it", to, str(config)))
+        assert ("may take the port of endpoints.engines" in to.getvalue()) == inside
 
 
 def test_an_address_of_another_machine_is_only_connected_to(monkeypatch):

@@ -93,15 +93,22 @@ def find(config: Config, given: Given) -> Facts:
 
 
 def weight_bytes(model: Path) -> int:
-    """Return the size of a model's weights, by its index, else by its files; 0: there are none."""
+    """Return the size of a model's weights, by its index, else by its files; 0: there are none.
+
+    Raises `InvalidField` for files that are gone, as of links that lead nowhere.
+    """
     try:
         with open_regular(model / INDEX) as index:
             size = json.loads(index.read(MOST_INDEX_BYTES))["metadata"]["total_size"]
         if isinstance(size, int | float) and size > 0:
             return int(size)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         pass
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    try:
+        return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    except OSError as error:
+        fix = f"{error.filename}: {error.strerror}; give a complete Hugging Face model folder"
+        raise InvalidField("--model", str(model), fix) from error
 
 
 def expert_bytes(model: Path) -> int:
@@ -134,5 +141,5 @@ def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts, confi
 def _room(config: Config) -> int:
     """Return the room where the spool is, or will be, on this machine."""
     folder = Path(config.buffer.spool or tempfile.gettempdir()).absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # noqa: PTH110 - never raises
     return shutil.disk_usage(there).free

@@ -9,6 +9,7 @@ Invariants (tests/unit/test_doctor_bundle.py asserts them):
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -64,6 +65,8 @@ def cleaned(text: str, environ: Mapping[str, str]) -> str:
     secrets = {
         value for name, value in environ.items() if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET
     }
+    for escaped in (True, False):  # as reports and configurations have it
+        secrets |= {json.dumps(secret, ensure_ascii=escaped)[1:-1] for secret in secrets}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, _LEFT_OUT)
     home = environ.get("HOME", "").rstrip("/")
@@ -72,8 +75,14 @@ def cleaned(text: str, environ: Mapping[str, str]) -> str:
 
 def _end_of(file: Path) -> str:
     with file.open("rb") as read:
-        read.seek(max(0, file.stat().st_size - MAX_PART))
-        return read.read().decode(errors="replace")
+        cut = read.seek(max(0, file.stat().st_size - MAX_PART))
+        text = read.read().decode(errors="replace")
+    return whole_lines(text) if cut else text
+
+
+def whole_lines(text: str) -> str:
+    """Return a text whose beginning was cut off from its next line on: it may begin amid a secret."""
+    return text.partition("\n")[2] or text
 
 
 def _output(command: tuple[str, ...]) -> str:

@@ -157,7 +157,11 @@ def judge_load(report: Report, load: float, cores: int) -> None:
 
 def judge_disk(report: Report, field: str, folder: Path, needed: int) -> None:
     """Judge the room in the folder of a setting; the nearest parent's, if it is yet to be made."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    there = next(
+        each
+        for each in (folder, *folder.absolute().parents)
+        if os.path.exists(each)  # noqa: PTH110 - never raises
+    )
     free = shutil.disk_usage(there).free
     text = f"disk for {field}: {_gib(free)} free in {there}, {_gib(needed)} needed"
     report.expect(free >= needed, text, f"set {field} to a folder with more room")

@@ -25,6 +25,7 @@ CONNECT_SECONDS = 2.0
 SLOW_CLOCK_NS = 1_000.0
 """A reading of the clock takes some 50 ns; one that leaves the process takes microseconds."""
 
+_RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 _FEW_PORTS = 1_000
 _READINGS = 20_000
 _YEAR = 2026
@@ -38,7 +39,10 @@ def check(report: Report) -> None:
         judge_address(report, field, host, port)
     _check_loopback(report)
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    inside = [field for field, _, port in addresses(config) if first <= port <= last]
+    kept = _RESERVED.read_text() if _RESERVED.is_file() else ""
+    inside = [
+        field for field, _, port in addresses(config) if first <= port <= last and not is_reserved(port, kept)
+    ]
     text = (
         f"outgoing connections may take the port of {', '.join(inside)}"
         if inside
@@ -69,11 +73,18 @@ def addresses(config: Config) -> list[tuple[str, str, int]]:
     return [(field, host.strip("[]"), int(port)) for field, host, port in parts if int(port)]
 
 
+def is_reserved(port: int, kept: str) -> bool:
+    """Return whether outgoing connections leave a port alone, by the system's list: "8080,9148-9150"."""
+    parts = (part.partition("-") for part in kept.strip().split(",") if part)
+    return any(int(first) <= port <= int(last or first) for first, _, last in parts)
+
+
 def judge_address(report: Report, field: str, host: str, port: int) -> None:
     """Judge one address."""
     text = f"{field}: {host}:{port}"
     try:
-        with socket.create_server((host.replace("*", ""), port)):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host.replace("*", ""), port), family=family):
             report.expect(True, f"{text} is free", "")
     except (OSError, UnicodeError) as error:
         if getattr(error, "errno", 0) == errno.EADDRINUSE:

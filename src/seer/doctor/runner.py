@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from seer.doctor.bundle import whole_lines
 from seer.doctor.report_lines import ENDED, Line, parse
 
 _EXIT_SECONDS = 10.0
@@ -208,4 +209,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _tail(output: IO[bytes]) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - _TAIL))
-    return output.read().decode(errors="replace").strip() or "nothing"
+    text = output.read().decode(errors="replace").strip()
+    return (whole_lines(text) if size > _TAIL else text) or "nothing"
