@@ -191,6 +191,22 @@ def test_connections_are_bounded(server):
     assert get(server().port)[0] == 200
 
 
+def test_connections_for_which_there_is_no_thread_take_no_place(server, monkeypatch):
+    running = server()
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(http.ThreadingMixIn, "process_request", lambda *_: start(None))
+        patched.setattr(running, "handle_error", lambda *_: None)
+        for _ in range(http.MOST_AT_ONCE + 1):
+            with pytest.raises(OSError, match=r"closed|reset|Remote end"):
+                get(running.port)
+    assert get(running.port)[0] == 200
+    assert not running._since
+
+
 def exporter(**access):
     config = Config(security=SecurityConfig())
     transport = MemoryTransport(MemoryNetwork())

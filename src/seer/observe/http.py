@@ -81,7 +81,12 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         self._since[request] = time.monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            del self._since[request]
+            self._slots.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Shake hands, and answer."""
