@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
+from seer.rollout.rollout_journal import Journal
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -182,6 +184,22 @@ def test_unwritable_output(tmp_path: Path) -> None:
 
 def test_no_file_is_written_over_another_option_s(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
-    check_apart({"PROMPTS": tmp_path / "b", "--out": tmp_path / "a", "--report": None, "--report-html": None})
+    (tmp_path / "loop").symlink_to("loop")
+    check_apart({"PROMPTS": tmp_path / "loop", "--out": tmp_path / "a", "--report": None})
     with pytest.raises(InvalidField, match=r"--report = .*link': is what --out names: give another file"):
         check_apart({"--out": tmp_path / "a", "--report": tmp_path / "link"})
+
+
+def test_a_journal_that_was_cut_off_is_begun_anew_and_another_file_is_left_alone(tmp_path: Path) -> None:
+    out, path = tmp_path / "notes", tmp_path / "notes.journal"
+    with contextlib.closing(Journal.open(out, {"model": "m"}, resume=False)):
+        head = path.read_bytes()
+    for cut in range(len(head)):
+        path.write_bytes(head[:cut])
+        with contextlib.closing(Journal.open(out, {"model": "m"}, resume=False)):
+            assert path.read_bytes() == head
+    path.write_text("what I did today")
+    for resume in (False, True):
+        with pytest.raises(InvalidField, match=r"notes\.journal"):
+            Journal.open(out, {"model": "m"}, resume=resume)
+    assert path.read_text() == "what I did today"

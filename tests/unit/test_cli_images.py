@@ -44,6 +44,7 @@ def folder(tmp_path: Path) -> Path:
     for name, value in (("in/a.png", 10), ("in/deep/b.png", 20), ("outside.png", 30)):
         Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(tmp_path / name)
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "outside.png")
+    (tmp_path / "in" / "loop.png").symlink_to("loop.png")
     (tmp_path / "in" / "text.png").write_text("no image")
     return tmp_path / "in"
 
@@ -82,6 +83,8 @@ def test_a_run_is_another_one_with_other_images(folder):
         ({"images": ["file:///a.png"]}, "nothing is fetched"),
         ({"images": ["a.png", "none.png"]}, "images[1] = 'none.png': cannot be read as an image"),
         ({"images": ["text.png"]}, "images[0] = 'text.png': cannot be read as an image"),
+        ({"images": ["loop.png"]}, "images[0] = 'loop.png': give a file below the folder"),
+        ({"images": ["a\0.png"]}, "images[0] = 'a\\x00.png': give a file below the folder"),
         ({"images": []}, "images = []: give a list of files"),
         ({"images": "a.png"}, "images = 'a.png': give a list of files"),
         ({"images": [3]}, "images = [3]: give a list of files"),

@@ -299,9 +299,9 @@ def check_writable(option: str, path: Path | None) -> None:
 
 def check_apart(files: Mapping[str, Path | None]) -> None:
     """Raise `InvalidField` if two options name the same file, as one file would replace the other."""
-    named: dict[Path, str] = {}
+    named: dict[str, str] = {}
     for option, path in files.items():
-        if path is not None and (other := named.setdefault(path.resolve(), option)) != option:
+        if path is not None and (other := named.setdefault(os.path.realpath(path), option)) != option:
             raise InvalidField(option, str(path), f"is what {other} names: give another file")
 
 

@@ -34,9 +34,13 @@ class ImageReader:
             raise InvalidField(f"{field}: {error.field}", names, error.fix) from error
 
     def _open(self, name: str, field: str) -> PILImage:
-        path = (self._root / name).resolve()
+        fix = "give a file below the folder of the prompts; nothing is fetched"
+        try:
+            path = (self._root / name).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, characters that no name has
+            raise InvalidField(field, name, f"{fix} ({error})") from error
         if "://" in name or not path.is_relative_to(self._root):
-            raise InvalidField(field, name, "give a file below the folder of the prompts; nothing is fetched")
+            raise InvalidField(field, name, fix)
         return decoded(opened(path, field), field)
 
     def _loaded(self, field: str) -> Any:  # noqa: ANN401 - a Hugging Face processor

@@ -26,6 +26,7 @@ from seer.common.process.scratch import open_private
 from seer.rollout.files import PromptLine, encode_group, replacing
 
 SUFFIX = ".journal"
+_BEGINS = b'{"journal":'
 _DIGEST_BYTES = 16
 
 
@@ -120,7 +121,8 @@ class Journal:
     def _begin(self, run: dict[str, str], resume: bool) -> None:
         self._file.seek(0)
         head = self._file.readline()
-        if not head.endswith(b"\n"):  # empty, or interrupted before any group
+        whole = head.endswith(b"\n")
+        if not whole and _BEGINS.startswith(head[: len(_BEGINS)]):  # empty, or interrupted before any group
             self._began = True
             self._file.truncate(0)
             self._file.write(msgspec.json.encode(_Head(run)) + b"\n")
