@@ -189,6 +189,18 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
     assert booked[0] == booked[1] > 0
 
 
+def test_a_group_that_is_held_as_the_log_begins_goes_on_from_what_was_kept() -> None:
+    machine, reader = HEADER.machine(), LogReader()
+    kept = events.Kept(0, "", [events.KeptResponse(0, 10)])
+    groups = [events.GroupSpec(prompt, 8, kept=kept if prompt == "a" else None) for prompt in "ab"]
+    machine.apply(events.GroupsSubmitted("t", "r", 1, 64, groups, submission=1), HEADER.clock)
+    reader.begin(LaterSegment(machine))  # type: ignore[arg-type]
+    restored = [instructions.Restore(f"r/{prompt}") for prompt in "ab"]  # of b nobody knows what was kept
+    sent = [dispatch("e0", f"r/{prompt}#0", number) for number, prompt in enumerate("ab")]
+    reader.add(rows.Line(HEADER.clock + 1, orders.joined("e0", CAPACITY, 1), [*restored, *sent]))
+    assert [chunk.context for chunk in reader.timeline.chunks] == [18, 8]
+
+
 def test_segments_of_one_incarnation_are_one_and_another_incarnation_is_a_loss() -> None:
     reader = LogReader()
     told(*beginning(), reader=reader)

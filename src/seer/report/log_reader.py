@@ -236,6 +236,8 @@ class LogReader:
         number = 0 if owner.open else owner.submission
         rollout = self._rollout(owner.trainer, owner.rollout_id, number, self._offset + owner.submitted)
         rollout.open = owner.open
+        if group.earlier is not None:
+            self._kept[group.group_id] = group.earlier
         for index in range(group.size):
             request_id = ids.request_id(group.group_id, index)
             response = self._response(rollout, group.prompt_id, index, request_id)
@@ -302,7 +304,8 @@ class LogReader:
 
     def _restored(self, group_id: str) -> None:
         """Have responses go on where an earlier incarnation of the buffer had them."""
-        for each in self._kept.pop(group_id).responses:
+        kept = self._kept.pop(group_id, None)
+        for each in kept.responses if kept else ():
             response = self._responses[ids.request_id(group_id, each.index)]
             response.generated = each.count
             if each.finish and response.finished is None:
