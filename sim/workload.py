@@ -142,11 +142,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self._check_turns()
         if any(not 1 <= length <= self.cap for group in self.lengths for length in group):
             raise InvalidField("workload.lengths", "...", f"must be in [1, cap = {self.cap}]")
-        if self._longest + 1 > self.model.kv_tokens // self.ranks:
-            least = f"prompt + cap = {self._longest}"
-            if self.ranks > 1:
-                least = f"ranks x (prompt + cap) = {self.ranks * self._longest}"
-            fix = f"cannot hold one response on each rank: raise it above {least}"
+        if not self.capacity.holds(self._longest, 0):
+            least = self.ranks * self.capacity.blocks_for(self._longest, 0) * self.model.block_size
+            fix = (
+                f"cannot hold one response, prompt + cap = {self._longest}, on each rank: raise it to {least}"
+            )
             raise InvalidField("model.kv_tokens", self.model.kv_tokens, fix)
 
     def _check_turns(self) -> None:

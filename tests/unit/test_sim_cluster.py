@@ -7,6 +7,7 @@ from invariants import check
 from msgspec.structs import replace
 from sim_parts import LOAD, MODEL
 
+from seer.common.errors import InvalidField
 from seer.common.policy.schedule import POLICIES, Policy, oracle
 from seer.services.buffer.requests import events
 from seer.sim.bound import of_rollout
@@ -63,6 +64,15 @@ def test_responses_to_a_recorded_prompt_share_its_full_blocks_and_dispatches_tak
     slow = replace(recorded, model=replace(MODEL, prefill=0.5))
     found = Cluster(slow, POLICIES["divided"], lengths, chunk_size=200).run()
     assert found.total >= of_rollout(slow, lengths, False).seconds(1)
+
+
+@pytest.mark.parametrize(("draft_tokens", "ranks", "least"), [(0, 1, 1568), (64, 1, 1632), (64, 2, 3264)])
+def test_a_cluster_that_its_buffer_would_refuse_is_no_workload(draft_tokens, ranks, least):
+    model = replace(MODEL, kv_tokens=least, draft_tokens=draft_tokens)
+    load = replace(LOAD, model=model, ranks=ranks, groups=1, group_size=1)
+    assert Cluster(load, POLICIES["seer"], [[load.cap]], chunk_size=200).run().tokens == load.cap
+    with pytest.raises(InvalidField, match=f"kv_tokens = {least - 1}: .* on each rank: raise it to {least}"):
+        replace(load, model=replace(model, kv_tokens=least - 1))
 
 
 def test_ranks_reserve_the_blocks_that_the_buffer_has_booked(monkeypatch):

@@ -100,7 +100,7 @@ def test_the_buffer_is_told_what_the_model_holds(name):
         ("workload.sigma", {"sigma": 0.0}),
         ("workload.lengths", {"lengths": ((5, 1001),)}),
         ("model.kv_tokens", {"model": {"kv_tokens": 1010}}),
-        (r"model\.kv_tokens = 4000: .* on each rank: raise it above ranks x", {"ranks": 4}),
+        (r"model\.kv_tokens = 4000: .* on each rank: raise it to 4096", {"ranks": 4}),
         ("model.step", {"model": {"step": 0.0}}),
         ("model.pull", {"model": {"pull": -1.0}}),
         ("model.kv", {"model": {"kv": math.nan}}),
