@@ -7,7 +7,7 @@ could be mistaken for the new one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,9 @@ from seer.common.policy.draft_costs import from_percent
 from seer.common.prepared_image import PreparedImage
 from seer.common.types import check_placed
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedImage, Routes
+
+MESSAGE_BYTES = 2**24
+"""Most bytes of several chunks' results in one message: its bounds are the wire's (`codec.Limits`)."""
 
 Place = tuple[str, int]
 """A group in which drafts are shared, and a response's index there."""
@@ -137,13 +140,30 @@ def tell_to_end(
             end(request_id, run.serial)
 
 
+def _take_fitting(
+    ended: list[tuple[ChunkEnd, RunningChunk]], streaming: dict[str, RunningChunk]
+) -> tuple[list[tuple[ChunkEnd, RunningChunk]], dict[str, RunningChunk]]:
+    """Take the first chunks of these, as many as one message has room for, one at least."""
+    total = fit = 0
+    for run, end in [*((run, end) for end, run in ended), *((run, None) for run in streaming.values())]:
+        total += 2**13 + 8 * (len(run.tokens) - run.sent)  # ids, kinds and counts by cell take less
+        total += sum(each.nbytes for parts in run.extras.values() for each in parts)
+        if end is not None:
+            total += 4 * len(end.stop_reason) + (0 if end.routes is None else end.routes.nbytes)
+        fit += total <= MESSAGE_BYTES
+    fit = max(1, fit)
+    taken, ended[:] = ended[:fit], ended[fit:]
+    return taken, {name: streaming.pop(name) for name in list(streaming)[: fit - len(taken)]}
+
+
 def done_message(
-    ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version: int, going_on: Mapping[str, RunningChunk]
+    all_ended: list[tuple[ChunkEnd, RunningChunk]], weight_version: int, streaming: dict[str, RunningChunk]
 ) -> wire.ChunksDone:
-    """Return the one message that carries these results, and what chunks that go on have to stream.
+    """Take results, then what chunks that go on have to stream, and return the message that carries them.
 
     What they stream counts as sent from then on: if the message is lost, the buffer runs these chunks again.
     """
+    ended, going_on = _take_fitting(all_ended, streaming)
     runs = [run for _, run in ended] + list(going_on.values())
     extras = [run.take_beside(end.routes) for end, run in ended]
     extras += [run.take_beside() for run in going_on.values()]

@@ -3,7 +3,8 @@
 Invariants (tests/unit/test_engine_server.py asserts them):
 - every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
   `RunChunk` changes nothing, one of a newer attempt replaces the older one, an older one is ignored;
-- results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
+- results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`, or
+  a few if they are large;
 - tokens of streamed chunks are sent at once, too, but further ones after a pause, which many of them lengthen
   (`STREAM_SECONDS`);
 - when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
@@ -406,9 +407,9 @@ class EngineServer:
         if (question := self._images.question()) is not None:
             return question
         if not self._leaving.begun and (self._ended or (self._stream_due and self._unsent)):
-            ended, self._ended = self._ended, []
-            going_on, self._unsent, self._stream_due = self._unsent, {}, False
-            return done_message(ended, self._updater.live.version, going_on)
+            message = done_message(self._ended, self._updater.live.version, self._unsent)
+            self._stream_due = bool(self._unsent)
+            return message
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
@@ -460,7 +461,7 @@ class EngineServer:
             async with asyncio.timeout(LEAVE_SECONDS):
                 for message in self._delivering + self._answers:  # one may say why this engine ends
                     await self._buffer.send(message)
-                if self._ended:
+                while self._ended:
                     await self._buffer.send(done_message(self._ended, self._updater.live.version, {}))
                 await self._buffer.send(wire.Goodbye(problem="" if self._leaving.begun else "it failed"))
         except (TimeoutError, Unreachable) as error:

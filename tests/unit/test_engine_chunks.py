@@ -4,10 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from seer.common import wire
+from seer.common import beside, wire
 from seer.common.errors import InvalidField
 from seer.common.policy.draft_costs import CELLS
 from seer.common.types import SamplingParams
+from seer.common.wire import codec
 from seer.services.engine.backend import ChunkEnd
 from seer.services.engine.chunks import chunk_of, done_message, start_chunk
 from seer.services.engine.vllm.checks import token_budget
@@ -58,3 +59,41 @@ def test_counts_of_drafts_leave_with_the_result():
     end = ChunkEnd(request_id="r/p#1", attempt=3, finish="stop", drafted=[5, 2], accepted=[4, 0])
     (result,) = done_message([(end, run)], 0, {}).results
     assert (result.attempt, result.count, result.drafted, result.accepted) == (7, 2, [5, 2], [4, 0])
+
+
+def test_large_results_of_one_flush_leave_in_messages_that_the_buffer_reads(monkeypatch):
+    monkeypatch.setattr(codec, "SPLIT_BYTES", 2**18)  # so 16 MiB are 64 frames, as 2 GiB really are
+    ended, streaming, reader = [], {}, codec.Decoder(wire.EngineToBuffer)
+    for index in range(12):
+        run = start_chunk(order(), 3)
+        run.tokens, run.logprobs = [index], [-0.5]
+        run.extras = {beside.TOP_LOGPROBS: [np.full((1, 2**19), index, np.float32)]}  # 2 MiB
+        if index < 9:
+            routes = np.full((1, 2**20, 1), index, np.uint8)
+            end = ChunkEnd(request_id=str(index), attempt=3, finish="stop", routes=routes)
+            ended.append((end, run))
+        else:
+            streaming[str(index)] = run
+    found = []
+    while ended or streaming:
+        done = reader.decode(codec.encode(done_message(ended, 0, streaming)))
+        parts = [*done.results, *done.going_on]
+        sizes = [part.beside for part in parts]
+        for part, token, extra in zip(parts, done.tokens, beside.split(done.beside, sizes), strict=True):
+            logprobs, routes = (
+                beside.array_of(word, extra) for word in (beside.TOP_LOGPROBS, beside.ROUTED_EXPERTS)
+            )
+            found.append((part.request_id, token, logprobs.max(), None if routes is None else routes.max()))
+    assert found == [(str(index), index, index, index if index < 9 else None) for index in range(12)]
+
+
+def test_texts_of_one_flush_leave_in_messages_that_the_buffer_reads():
+    ended, reader = [], codec.Decoder(wire.EngineToBuffer)
+    for index in range(300):
+        end = ChunkEnd(request_id=str(index), attempt=3, finish="stop", stop_reason="\U0001f600" * 2**14)
+        ended.append((end, start_chunk(order(), 3)))
+    found = []
+    while ended:
+        done = reader.decode(codec.encode(done_message(ended, 0, {})))
+        found += [result.request_id for result in done.results]
+    assert found == [str(index) for index in range(300)]
