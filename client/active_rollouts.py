@@ -22,6 +22,7 @@ from seer.client.text import Tokenizer
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
 from seer.common.net.identity import error_of
 from seer.common.wire import (
+    MAX_PROMPTS,
     Accepted,
     Acknowledge,
     Cancel,
@@ -37,6 +38,12 @@ GIVEN_UP = 1_000
 
 
 AnyRollout = Rollout | OpenRollout
+
+
+def _parts(prompt_ids: Sequence[str]) -> list[list[str]]:
+    """Return the ids in lists of what one message should name; one list at least."""
+    most = range(0, len(prompt_ids) or 1, MAX_PROMPTS)
+    return [list(prompt_ids[start : start + MAX_PROMPTS]) for start in most]
 
 
 class ActiveRollouts:
@@ -106,7 +113,8 @@ class ActiveRollouts:
         """Yield acknowledgements of groups that arrived, and cancels of work that still runs."""
         while self._acknowledge:
             (rollout_id, submission), prompt_ids = self._acknowledge.popitem()
-            yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission)
+            for part in _parts(prompt_ids):
+                yield Acknowledge(rollout_id=rollout_id, prompt_ids=part, submission=submission)
         while self._cancel_again:
             submission = self._cancel_again.pop()
             if rollout_id := self._given_up.get(submission, ""):
@@ -127,7 +135,8 @@ class ActiveRollouts:
         if self._active.get(rollout.id) is rollout:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
             self.settle(rollout)
-            yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
+            for part in _parts(prompt_ids):
+                yield Cancel(rollout_id=rollout.id, prompt_ids=part, submission=rollout.submission)
 
     def images_of(self, message: Submit) -> list[Placed]:
         """Return the images of the prompts of a message that are unfinished."""
@@ -142,7 +151,8 @@ class ActiveRollouts:
             if prompt_ids := [prompt.id for prompt in prompts if prompt.shows(name)]:
                 rollout.fail(prompt_ids, RequestRefused, f"images: {name}: {why}")
                 self.settle(rollout)
-                yield Cancel(rollout_id=rollout.id, prompt_ids=prompt_ids, submission=rollout.submission)
+                for part in _parts(prompt_ids):
+                    yield Cancel(rollout_id=rollout.id, prompt_ids=part, submission=rollout.submission)
 
     def lose(self, cls: type[RequestRefused], reason: str) -> None:
         """End all rollouts in an error, as their buffer is silent: it drained, or is lost."""

@@ -6,6 +6,8 @@ compiled, an engine finds out: that takes the model's vocabulary.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from seer.common.errors import NOT_DECODED, InvalidField
@@ -25,7 +27,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     json: str | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_CHARACTERS)] | None = None
     grammar: str | None = None
 
     @property

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from seer.common.bounds import check_whole
 from seer.common.errors import InvalidField
-from seer.common.structured_outputs import StructuredOutputs
+from seer.common.structured_outputs import MAX_CHARACTERS, StructuredOutputs
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -58,6 +58,10 @@ need no bound: the best token always stays.
 """
 
 
+_SOON_READ = msgspec.Meta(max_length=MAX_CHARACTERS)
+"""Bound on what readers decode before `SamplingParams.check` has its own bounds, which are tighter."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How each response is sampled; names and meaning follow vLLM's `SamplingParams`.
 
@@ -81,9 +85,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Annotated[dict[int, float], _SOON_READ] = {}
+    stop: Annotated[tuple[str, ...], _SOON_READ] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _SOON_READ] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: LogprobMode = "scaled"

@@ -28,6 +28,7 @@ from seer.common.wire.base import Refused as Refused
 from seer.common.wire.base import Sizes as Sizes
 from seer.common.wire.base import Tokens as Tokens
 from seer.common.wire.base import Welcome as Welcome
+from seer.common.wire.drafts import MAX_APPENDS as MAX_APPENDS
 from seer.common.wire.drafts import TOKEN_BYTES as TOKEN_BYTES
 from seer.common.wire.drafts import Append as Append
 from seer.common.wire.drafts import AppendBatch as AppendBatch

@@ -29,6 +29,9 @@ MAX_ID = 512
 ShortStr = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
 """Ids and names: bounded, since they are stored per request and logged."""
 
+Names = Annotated[list[ShortStr], msgspec.Meta(max_length=2**18)]
+"""Ids or names, of which senders name far fewer at once: each takes time to decode, also an empty one."""
+
 Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 """A path, as long as Linux has them."""
 

@@ -41,8 +41,12 @@ class GroupEntry(msgspec.Struct, array_like=True):
 class RegisterGroups(Message, tag=True):
     """Keep these groups for `ttl_seconds` after they were last touched; 0: the dgds's default."""
 
-    groups: list[GroupEntry]
+    groups: Annotated[list[GroupEntry], msgspec.Meta(max_length=2**14)]
     ttl_seconds: float = 0.0
+
+
+MAX_APPENDS = 2**15
+"""Most entries of an `AppendBatch`: each costs the dgds about two microseconds, however short it is."""
 
 
 class Append(msgspec.Struct, array_like=True, gc=False):
@@ -62,7 +66,7 @@ class Append(msgspec.Struct, array_like=True, gc=False):
 class AppendBatch(Message, tag=True):
     """One engine flush: the new tokens of all its requests, packed one after the other."""
 
-    appends: list[Append]
+    appends: Annotated[list[Append], msgspec.Meta(max_length=MAX_APPENDS)]
     tokens: Bytes
 
 
@@ -88,14 +92,14 @@ class FetchGroup(msgspec.Struct, array_like=True):
     """
 
     group: Digest
-    have: dict[StreamIndex, tuple[Revision, Count]]
-    exclude: list[ResponseIndex] = []
+    have: Annotated[dict[StreamIndex, tuple[Revision, Count]], msgspec.Meta(max_length=2 * MAX_GROUP_SIZE)]
+    exclude: Annotated[list[ResponseIndex], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = []
 
 
 class Fetch(Message, tag=True):
     """Ask for what is new in these groups. The answer repeats `call_id`."""
 
-    groups: list[FetchGroup]
+    groups: Annotated[list[FetchGroup], msgspec.Meta(max_length=2**14)]
     call_id: int = 0
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import msgspec
 
-from seer.common.sleep import SleepTag
 from seer.common.types import MAX_IMAGES, Capacity, InstanceStats, Placed, SamplingParams
 from seer.common.wire.base import (
     Bytes,
@@ -37,6 +36,7 @@ from seer.common.wire.weights import (
     PrepareWeights,
     ReadSpool,
     Sleep,
+    SleepTags,
     Slept,
     SpoolData,
     SpoolState,
@@ -58,12 +58,12 @@ class Register(Message, tag=True):
 
     capacity: Capacity
     weight_version: int
-    versions: dict[str, str] = {}
+    versions: Annotated[dict[str, str], msgspec.Meta(max_length=2**12)] = {}
     weights_digest: ShortStr = ""
     weights_source: Folder = ""
     node: ShortStr = ""
     weights_endpoint: ShortStr = ""
-    sleeping: list[SleepTag] = []
+    sleeping: SleepTags = []
     dropped_version: Annotated[int, msgspec.Meta(ge=-1)] = -1
     wish: Wish = 0
 
@@ -128,6 +128,10 @@ class EndChunks(Message, tag=True):
     attempts: list[int]
 
 
+MAX_RESULTS = 2**12
+"""Bound on the chunks of a `ChunksDone`: to decode as many, with all their counts, takes 0.1 s."""
+
+
 class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
@@ -147,7 +151,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
     accepted: Counts = []
     start: int = 0
     beside: Sizes = {}
-    verified: Counts = []
+    verified: Annotated[list[Count], msgspec.Meta(max_length=2)] = []
 
 
 class ChunkTokens(msgspec.Struct, array_like=True):
@@ -171,10 +175,10 @@ class ChunksDone(Message, tag=True):
     """
 
     weight_version: int
-    results: list[ChunkResult]
+    results: Annotated[list[ChunkResult], msgspec.Meta(max_length=MAX_RESULTS)]
     tokens: Tokens
     logprobs: Logprobs
-    going_on: list[ChunkTokens] = []
+    going_on: Annotated[list[ChunkTokens], msgspec.Meta(max_length=MAX_RESULTS)] = []
     beside: Bytes | None = None
 
 

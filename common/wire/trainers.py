@@ -25,6 +25,7 @@ from seer.common.wire.base import (
     Hello,
     Logprobs,
     Message,
+    Names,
     Refused,
     ResponseIndex,
     ShortStr,
@@ -105,18 +106,21 @@ class Submit(Message, tag=True):
     seed: int
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)]
     sampling: SamplingParams
-    prompt_ids: list[ShortStr]
-    lengths: list[int]
+    prompt_ids: Names
+    lengths: Annotated[list[int], msgspec.Meta(max_length=2**18)]
     tokens: Tokens
     weight_version: int = -1
     submission: SubmissionNumber = 0
-    groups: list[ShortStr] = []
-    first_indices: list[ResponseIndex] = []
+    groups: Names = []
+    first_indices: Annotated[list[ResponseIndex], msgspec.Meta(max_length=2**18)] = []
     open: bool = False
     stream: bool = False
-    turns: list[TurnSpec] = []
-    sessions: list[ShortStr] = []
-    images: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)]] = []
+    turns: Annotated[list[TurnSpec], msgspec.Meta(max_length=MAX_PROMPTS)] = []
+    sessions: Names = []
+    images: Annotated[
+        list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_IMAGES)]],
+        msgspec.Meta(max_length=MAX_PROMPTS),
+    ] = []
     expects: bool = False
     client: ShortStr = ""
 
@@ -148,7 +152,7 @@ class Cancel(Message, tag=True):
     """
 
     rollout_id: ShortStr
-    prompt_ids: list[ShortStr] = []
+    prompt_ids: Names = []
     submission: SubmissionNumber = 0
 
 
@@ -156,7 +160,7 @@ class Acknowledge(Message, tag=True):
     """The trainer holds these groups of this submission (0: any); the buffer may forget them."""
 
     rollout_id: ShortStr
-    prompt_ids: list[ShortStr]
+    prompt_ids: Names
     submission: SubmissionNumber = 0
 
 

@@ -51,6 +51,9 @@ Wish = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Number of a trainers' wish that engines sleep or wake, greater than those before it. 0: none."""
 
 
+SleepTags = Annotated[list[SleepTag], msgspec.Meta(max_length=64)]
+
+
 class UpdateWeights(Message, tag=True):
     """Have all engines load the weights in `source`: a folder that every node can read, or a stream.
 
@@ -215,7 +218,7 @@ class Sleep(Message, tag=True):
     asleep: bool
     call_id: CallId = 0
     level: SleepLevel = 1
-    tags: list[SleepTag] = []
+    tags: SleepTags = []
     wish: Wish = 0
 
 
@@ -230,7 +233,7 @@ class Slept(Message, tag=True):
     asleep: bool
     problem: str = ""
     call_id: CallId = 0
-    tags: list[SleepTag] = []
+    tags: SleepTags = []
     dropped: bool = False
     wish: Wish = 0
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from seer.common.wire import MAX_APPENDS
+
 Tokens = NDArray[np.int32]
 
 RESEND_SECONDS = 1.0
@@ -108,9 +110,9 @@ class ResendBuffer:
         self._make_room()
 
     def batch(self, most_tokens: int) -> list[Part]:
-        """Hand out what is unsent, at most `most_tokens`."""
+        """Hand out what is unsent, at most `most_tokens`, and what one message may have."""
         parts: list[Part] = []
-        while self._unsent and most_tokens > 0:
+        while self._unsent and most_tokens > 0 and len(parts) < MAX_APPENDS:
             key = next(iter(self._unsent))
             output = self._outputs[key]
             previous, tokens = output.sent, output.take(most_tokens)

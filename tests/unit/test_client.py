@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,8 +24,10 @@ from seer.client import (
     Unreachable,
 )
 from seer.client import prompts as prompts_module
+from seer.client.active_rollouts import ActiveRollouts
 from seer.common.net import channel as channel_module
 from seer.common.wire import (
+    MAX_PROMPTS,
     Accepted,
     Acknowledge,
     BufferToTrainer,
@@ -209,6 +213,19 @@ async def test_cancel_names_what_was_given_up(buffer: FakeBuffer) -> None:
             await rollout.cancel(["x"])
         sent = await buffer.until(Cancel, 2)
     assert [message.prompt_ids for message in sent] == [["1"], []]
+
+
+def test_no_message_names_more_prompts_than_the_buffer_reads_at_once() -> None:
+    active, rollout = ActiveRollouts(None), MagicMock(id="r", submission=1, ended=False)
+    active.add(rollout, None)
+    ids = [str(index) for index in range(10_000)]
+    active._acknowledge["r", 1] = list(ids)
+    rollout.prepared.return_value = [SimpleNamespace(id=each, shows=lambda _: True) for each in ids]
+    for messages in (active.cancel(rollout, ids), active.owed(), active.lose_image("i", "why")):
+        parts = [message.prompt_ids for message in messages]
+        assert max(map(len, parts)) <= MAX_PROMPTS
+        assert [prompt_id for part in parts for prompt_id in part] == ids
+    assert [message.prompt_ids for message in active.cancel(rollout, ())] == [[]]  # all of them
 
 
 async def test_leaving_cancels_what_is_unfinished(buffer: FakeBuffer) -> None:

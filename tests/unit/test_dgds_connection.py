@@ -106,6 +106,13 @@ def test_what_cannot_be_filled_is_given_up_until_the_dgds_is_another():
     assert sent(outputs) == [(KEY, 8, [4])]
 
 
+def test_a_batch_has_no_more_parts_than_the_dgds_reads():
+    outputs = ResendBuffer(10**8)
+    for index in range(2 * 2**15 + 1):
+        outputs.append((index, 0), 1, 0, [7])
+    assert [len(outputs.batch(2**18)) for _ in range(4)] == [2**15, 2**15, 1, 0]
+
+
 def test_the_response_that_was_not_added_to_for_longest_is_dropped():
     outputs = ResendBuffer(3 * OVERHEAD_TOKENS)
     for key, previous in ((KEY, 0), (OTHER, 0), (KEY, 1), (THIRD, 0)):

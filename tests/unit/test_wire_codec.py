@@ -1,7 +1,9 @@
 import msgspec
 import numpy as np
 import pytest
+from msgspec import inspect
 
+from seer.common import wire
 from seer.common.errors import WireError
 from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import (
@@ -231,3 +233,33 @@ def test_a_reference_to_frames_that_are_not_there_is_refused(reference):
     head["tokens"] = reference
     with pytest.raises(WireError):
         Decoder(ChunksDone).decode([msgspec.msgpack.encode(head), bytes(8), bytes(8)])
+
+
+def without_bound(kind, where=""):
+    """Yield the paths of a type's lists and maps that may have any length."""
+    match kind:
+        case inspect.StructType(cls=cls, fields=fields):
+            for field in fields:
+                yield from without_bound(field.type, f"{where or cls.__name__}.{field.name}")
+        case inspect.UnionType(types=types) | inspect.TupleType(item_types=types):
+            for each in types:
+                yield from without_bound(each, where)
+        case inspect.ListType(max_length=most) | inspect.VarTupleType(max_length=most):
+            yield from [where] if most is None else without_bound(kind.item_type, f"{where}[]")
+        case inspect.DictType(max_length=most):
+            yield from [where] if most is None else without_bound(kind.value_type, f"{where}[]")
+
+
+@pytest.mark.parametrize(
+    "union",
+    [wire.TrainerToBuffer, wire.EngineToBuffer, wire.SnapshotAsked, wire.EngineToDgds, wire.EngineToHolder,
+     wire.NodeToLeader],
+)  # fmt: skip
+def test_every_list_that_a_service_reads_has_a_bound(union):
+    assert not list(without_bound(inspect.type_info(union)))
+
+
+def test_a_list_beyond_its_bound_is_refused_before_it_is_read():
+    many = wire.Cancel(rollout_id="r", prompt_ids=[""] * 2**20)
+    with pytest.raises(WireError, match=r"length <= 262144 - at `\$.prompt_ids`"):
+        Decoder(wire.TrainerToBuffer).decode(encode(many))
