@@ -8,8 +8,8 @@ Invariants:
   handshake;
 - where keys are used, a peer has the roles and names that its key is for (`keys.py`), and a message counts
   only if it came with the key that said `Hello`, and that key is still admitted;
-- what does not decode, or is refused, is counted, logged once per peer and dropped; it never stops a
-  loop, and `reply` waits for nobody: a peer that does not read delays no other;
+- what does not decode, or is refused, is counted, logged once per peer and problem, and dropped; it never
+  stops a loop, and `reply` waits for nobody: a peer that does not read delays no other;
 - each admission of a peer is a session with a number of its own, which every `Welcome` names. A lost
   message, either way, begins a new one: that is how a `Channel` learns of it, once.
 """
@@ -53,14 +53,15 @@ class _Peer(msgspec.Struct):
     """`session` is 0 while it is not admitted; `refused_at` is when it was last asked to send `Hello`.
 
     `user` said that `Hello`, by its key, and may do no more than ask if it `only_reads`.
-    `sent` and `arrived` count messages to and from it, as in `Welcome.sent` and `Hello.sent`.
+    `warned`: problems that were logged. `sent` and `arrived` count messages to and from it, as in
+    `Welcome.sent` and `Hello.sent`.
     """
 
     session: int = 0
     user: User | None = None
     only_reads: bool = False
     refused_at: float = float("-inf")
-    warned: bool = False
+    warned: set[str] = set()
     sent: int = 0
     arrived: int = 0
 
@@ -302,6 +303,6 @@ class Hub(Generic[Out, In]):
         return peer
 
     def _warn_once(self, peer: _Peer, problem: str, identity: bytes, detail: str) -> None:
-        if not peer.warned:
-            peer.warned = True
+        if problem not in peer.warned:
+            peer.warned.add(problem)
             _log.warning(problem, peer=identity.decode(errors="replace"), detail=detail)

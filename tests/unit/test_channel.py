@@ -7,6 +7,7 @@ import pytest
 from channel_server import ENDPOINT, Server, channel, identity, opened, status
 from faulty_transport import Faults, FaultyTransport
 from memory_transport import MemoryNetwork, MemoryTransport
+from msgspec import structs
 from structlog.testing import capture_logs
 from virtual_time import VIRTUAL
 
@@ -187,6 +188,22 @@ async def test_a_complaint_is_logged_once_per_peer():
             await raw.send([b"\xc1"])
         await asyncio.sleep(1)
     assert [line["event"] for line in lines] == ["message dropped"]
+
+
+async def test_a_lost_message_is_logged_with_its_peer_also_after_another_problem():
+    network = MemoryNetwork()
+    await Server(network).start()
+    raw = await MemoryTransport(network).dealer(ENDPOINT, identity(name="raw").address())
+    with capture_logs() as lines:
+        await raw.send(encode(structs.replace(identity(name="raw").hello(), schema_hash="another")))
+        await raw.send([b"\xc1"])
+        await asyncio.sleep(1)
+    warned = [line for line in lines if line["log_level"] == "warning"]
+    assert [line["event"] for line in warned] == [
+        "peer has another schema of the same protocol",
+        "message dropped",
+    ]
+    assert all("raw" in line["peer"] for line in warned)
 
 
 async def test_a_refusal_of_the_connection_is_raised_and_one_of_a_request_is_not():
