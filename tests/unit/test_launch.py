@@ -186,6 +186,20 @@ async def test_a_child_that_refuses_shows_its_last_lines(monkeypatch: pytest.Mon
     assert names_in(said[-1].removeprefix("logs are kept in ")) >= {"engine-1.log", "buffer.log"}
 
 
+def test_a_child_for_which_no_file_can_be_opened_cannot_be_started_and_leaves_none_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", full)
+    spawn = child.Child.spawn("dgds", "dgds", REPLAY, {}, tmp_path, logged=False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(LaunchError, match=r"dgds cannot be started: .*Too many open files"):
+        spawn.send(None)  # it comes to nothing that it waits for
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.parametrize(("code", "cls"), [("config", ConfigError), ("engine", LaunchError)])
 async def test_a_child_that_says_why_it_refuses(
     monkeypatch: pytest.MonkeyPatch, code: str, cls: type[Exception]

@@ -87,23 +87,23 @@ class Child:
         log = folder / f"{name}.log" if logged else None
         # The file contains what the environment set, so the child must not read that again.
         inherited = {key: value for key, value in os.environ.items() if not _is_setting(key)}
-        ready, write = os.pipe()
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log else os.dup(2)
-        options = ("--config", str(file), "--ready-fd", str(write), "--parent-pid", str(os.getpid()))
+        opened: list[int] = []
         try:
+            opened += os.pipe()
+            opened.append(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log else os.dup(2))
+            ready, write, sink = opened
+            options = ("--config", str(file), "--ready-fd", str(write), "--parent-pid", str(os.getpid()))
             process = await asyncio.create_subprocess_exec(
                 *COMMAND, service, *options,
                 stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, pass_fds=(write,),
                 env=inherited | dict(environ), start_new_session=True,
             )  # fmt: skip
-        except BaseException as error:
-            os.close(ready)
-            if isinstance(error, OSError):  # as of too many processes
-                raise LaunchError(f"{name} cannot be started: {error}") from error
-            raise
+            opened.remove(ready)
+        except OSError as error:  # as of too many processes, or open files
+            raise LaunchError(f"{name} cannot be started: {error}") from error
         finally:
-            os.close(write)
-            os.close(sink)
+            for each in opened:
+                os.close(each)
         return cls(name, process, log, ready)
 
     async def ready(self, seconds: float) -> None:
