@@ -166,8 +166,9 @@ class SeerInferenceClient(InferenceEngineInterface):
         """Do nothing: engines drop their KV with every update."""
 
     async def teardown(self) -> None:
-        """Disconnect."""
-        connection, self._connection = self._connection, None
+        """Disconnect, once a first call that connects now has done so."""
+        async with self._connecting:
+            connection, self._connection = self._connection, None
         if connection is not None:
             await connection[0].close()
 
