@@ -47,6 +47,9 @@ _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it is."""
 
 _PATTERN = re.compile(r"[\w.^$\\\[\]|+*-]{1,200}")
+_NESTED = re.compile(r"\[\^?\]?[^\]]*(\[|--|\|\|)")
+"""What Python will read as a set of characters within another, and now warns of."""
+
 _MAX_REPEATS = 2
 """Repetitions in a pattern: each multiplies the time of a match by the length of a name."""
 
@@ -131,7 +134,8 @@ def parse_config(text: bytes) -> LoraConfig:
     for name, value in given.items():
         if name not in own | _NEUTRAL and not _is_supported(name, value):
             raise ValueError(f"{CONFIG}: {name} = {str(value)[:80]!r} is not supported: send merged weights")
-    _check_patterns([*(config.rank_pattern or ()), *(config.alpha_pattern or ())])
+    _check_patterns("rank_pattern", config.rank_pattern or ())
+    _check_patterns("alpha_pattern", config.alpha_pattern or ())
     return config
 
 
@@ -146,17 +150,19 @@ def _is_supported(name: str, value: object) -> bool:
     return not value  # PEFT's defaults of all others, which change what an adapter does
 
 
-def _check_patterns(patterns: Iterable[str]) -> None:
+def _check_patterns(field: str, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         repeats = pattern.count("*") + pattern.count("+")
         try:
             simple = _PATTERN.fullmatch(pattern) is not None and repeats <= _MAX_REPEATS
-            re.compile(pattern)
+            simple = simple and _NESTED.search(pattern) is None and bool(re.compile(pattern))
         except re.error:
             simple = False
         if not simple:
-            fix = "give names of modules, with at most two of * and +, and no brackets but [ ]"
-            raise ValueError(f"{CONFIG}: the pattern {pattern[:80]!r} cannot be used: {fix}")
+            fix = (
+                "give names of modules, with at most two of * and +, and no brackets but [ ], none in others"
+            )
+            raise ValueError(f"{CONFIG}: {field}: the pattern {pattern[:80]!r} cannot be used: {fix}")
 
 
 def _of(patterns: dict[str, N], module: str, default: N) -> N:

@@ -96,6 +96,11 @@ def test_settings_that_are_not_merged_exactly_are_refused_by_name(tmp_path, name
         ({"rank_pattern": {"(q+)+": 2}}, r"the pattern '\(q\+\)\+' cannot be used"),
         ({"alpha_pattern": {".*.*.*q": 2}}, "cannot be used"),
         ({"alpha_pattern": {"[": 2}}, "cannot be used"),
+        (
+            {"alpha_pattern": {"[[a]": 2}},
+            r"alpha_pattern: the pattern '\[\[a\]' cannot be used: .*none in others",
+        ),
+        ({"rank_pattern": {"q[]a--b]": 2}}, r"rank_pattern: the pattern .* cannot be used"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(change, why):
