@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
+import socket
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from gateway_system import MODEL, TEMPLATE
 
 from seer.gateway import job_processes
 from seer.gateway.errors import HttpError
 from seer.gateway.job_processes import JobProcesses
+from seer.gateway.jobs import Answer
 
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 """A template of a request's own, which is trusted here."""
@@ -140,3 +147,52 @@ async def test_a_job_that_a_dead_process_had_is_not_refused_by_its_bounds(
     with pytest.raises(HttpError, match="it is started again") as info:
         await job
     assert info.value.status == 503
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[JobProcesses, socket.socket]:
+    """Return processes of which that which forks has yet to read as many jobs as its socket takes, and its end."""
+    monkeypatch.setattr(job_processes, "QUICK_SECONDS", 60.0)
+    processes = JobProcesses("model", trust=False)
+    processes._process = MagicMock(poll=lambda: None)
+    processes._control, theirs = socket.socketpair()
+    processes._control.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            socket.send_fds(processes._control, [b"j"], [2])
+    return processes, theirs
+
+
+async def test_a_job_waits_for_a_process_that_has_no_room_for_it_yet(
+    loading: tuple[JobProcesses, socket.socket],
+) -> None:
+    processes, theirs = loading
+    job = asyncio.create_task(processes.run("prompt", "encode", ["1"], False))
+    await asyncio.sleep(0.05)
+    assert not job.done()
+    theirs.setblocking(False)
+    while not job.done():
+        with contextlib.suppress(BlockingIOError):
+            _, [given], *_ = socket.recv_fds(theirs, 1, 1)
+            if stat.S_ISSOCK(os.fstat(given).st_mode):
+                with socket.socket(fileno=given) as asked:
+                    await asyncio.to_thread(asked.recv, 1024)
+                    asked.sendall(msgspec.msgpack.encode(Answer(result=[5])))
+            else:
+                os.close(given)
+        await asyncio.sleep(0)
+    assert await job == [5]
+    theirs.close()
+    processes.close()
+
+
+async def test_a_process_that_has_no_room_for_a_job_for_too_long_is_named(
+    loading: tuple[JobProcesses, socket.socket],
+) -> None:
+    processes, theirs = loading
+    processes._seconds = 0
+    with pytest.raises(HttpError, match="takes no work yet") as info:
+        await processes.run("prompt", "encode", ["1"], False)
+    assert info.value.status == 503
+    theirs.close()
+    processes.close()

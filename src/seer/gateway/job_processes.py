@@ -11,7 +11,7 @@ Invariants (tests/unit/test_gateway_jobs.py):
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -96,11 +96,11 @@ class JobProcesses:
             self.start()
         forks = self._process
         mine, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [b"j"], [theirs.fileno()])
         mine.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=mine, limit=2**22)
         try:
+            with theirs:
+                await self._hand_over(theirs.fileno())
             writer.write(request)
             writer.write_eof()
             answer = await reader.read()
@@ -111,3 +111,21 @@ class JobProcesses:
         if not answer and (forks is None or forks is not self._process or forks.poll() is not None):
             raise HttpError(503, "the process that reads texts and images has ended: it is started again")
         return answer
+
+    async def _hand_over(self, job: int) -> None:
+        """Send a job's socket to the process that forks, once that has room for it. Raises `HttpError`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 10 * self._seconds
+        while True:
+            try:
+                socket.send_fds(self._control, [b"j"], [job])
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    return  # it has ended
+                if loop.time() >= deadline:
+                    raise HttpError(
+                        503, "the process that reads texts and images takes no work yet"
+                    ) from error
+            else:
+                return
+            await asyncio.sleep(0.02)
