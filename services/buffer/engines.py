@@ -20,7 +20,7 @@ from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import Router
 from seer.common.policy.rollout_bound import best_of_incarnations
 from seer.common.process.log import get_logger
-from seer.common.types import InstanceStats
+from seer.common.types import MAX_STOP_CHARACTERS, InstanceStats
 from seer.services.buffer.buffer_machine import BufferMachine
 from seer.services.buffer.conductor import Conductor, Ended
 from seer.services.buffer.events import FromEngine
@@ -30,6 +30,9 @@ from seer.services.buffer.outgoing import Outgoing
 from seer.services.buffer.peers import check_register, handle_hello, incarnation_of
 from seer.services.buffer.requests import events
 from seer.services.buffer.weights.spool import Spool
+
+MAX_PROBLEM = 4096
+"""Most characters kept of what an engine says is wrong: each `Status` has it, and readers bound that."""
 
 
 class EngineConnections:
@@ -104,6 +107,7 @@ class EngineConnections:
                 best = self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))
                 self._conductor.apply(_reported(name, best))
             case wire.WeightsPrepared() | wire.WeightsLoaded() | wire.Slept():
+                message.problem = message.problem[:MAX_PROBLEM]
                 self._conductor.apply(FromEngine(name, message))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self.hub.reply, address, message)
@@ -155,10 +159,11 @@ class EngineConnections:
             or not sum(counts) == len(done.tokens) == len(done.logprobs)
             or beside.total(sizes) != extra
             or not beside.readable(sizes)
+            or not all(map(_is_end, done.results))
         ):
             fix = (
                 f"must add up to the {len(done.tokens)} tokens, {len(done.logprobs)} logprobs and {extra} "
-                "bytes sent, which are whole entries of their kinds"
+                "bytes sent, which are whole entries of their kinds, and end by stop, length or neither"
             )
             error = InvalidField("results", counts, fix)
             self.hub.refuse(address, error)
@@ -198,6 +203,11 @@ class EngineConnections:
         name = self._peers.name_of(address)
         if name is not None and self._peers.address_of(name) == address:
             self._conductor.give_up([name], "its connection is gone", died=True)
+
+
+def _is_end(result: wire.ChunkResult) -> bool:
+    """Return whether a chunk can have ended so: trainers read no other messages."""
+    return result.finish in ("", "stop", "length") and len(result.stop_reason) <= MAX_STOP_CHARACTERS
 
 
 def _reported(name: str, stats: InstanceStats) -> events.EngineReported:

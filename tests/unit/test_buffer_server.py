@@ -105,10 +105,10 @@ class Engine(Peer):
     async def chunks(self):
         return await self.hear(wire.RunChunk)
 
-    async def end(self, chunk, tokens, counts=(), logprobs=None, version=0, beside=()):
+    async def end(self, chunk, tokens, counts=(), logprobs=None, version=0, beside=(), how=("stop", "")):
         """Answer a chunk, in as many results as there are counts; `beside` are said to come with each."""
         results = [
-            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, beside=dict(beside))
+            wire.ChunkResult(chunk.request_id, chunk.attempt, count, *how, 0, beside=dict(beside))
             for count in counts or [len(tokens)]
         ]
         scores = np.zeros(len(tokens) if logprobs is None else logprobs, np.float32)
@@ -190,7 +190,15 @@ async def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(t
         assert await trainer.done() == {"p": [9]}
 
 
-@pytest.mark.parametrize("wrong", [{"counts": [2]}, {"beside": {"experts |u1 2": 4}}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"counts": [2]},
+        {"beside": {"experts |u1 2": 4}},
+        {"how": ("abort", "")},
+        {"how": ("stop", "x" * 2**15)},
+    ],
+)
 async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them(monkeypatch, wrong):
     monkeypatch.setattr(buffer_server, "MAX_ATTEMPTS", 2)
     async with buffer() as world:
@@ -201,6 +209,18 @@ async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked
             await engine.end(chunk, [7], **wrong)
             assert [answer.prompt_ids for answer in await trainer.hear(wire.Refused)] == refused
             await engine.again()
+
+
+async def test_an_engine_that_complains_at_length_keeps_no_answer_from_a_trainer():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine("e" * 300)
+        await trainer.say(wire.UpdateWeights(version=1, source="/w"))
+        (asked,) = await engine.hear(wire.PrepareWeights)
+        problem = "no".ljust(2**24 - 150)  # nearly all that a message may have
+        said = wire.WeightsPrepared(version=1, digest="", problem=problem, call_id=asked.call_id)
+        await engine.say(said)
+        (failed,) = await trainer.hear(wire.WeightsFailed)
+        assert [reason.strip() for reason in failed.reasons.values()] == ["no"]
 
 
 @pytest.mark.parametrize("kind", ["top_logprobs", "top_logprobs <f4 x", "top_logprobs <f4 -1", "x |u1 3"])
