@@ -32,7 +32,7 @@ from seer.services.buffer.requests import events
 from seer.services.buffer.weights.spool import Spool
 
 MAX_PROBLEM = 4096
-"""Most characters kept of what an engine says is wrong: each `Status` has it, and readers bound that."""
+"""Most characters kept of what an engine says is wrong: `Status` and refusals have it, readers bound them."""
 
 
 class EngineConnections:
@@ -102,6 +102,7 @@ class EngineConnections:
             case wire.ChunksDone():
                 self._chunks_done(name, address, message)
             case wire.ChunkFailed():
+                message.message = message.message[:MAX_PROBLEM]
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
                 best = self.stats[name] = best_of_incarnations(message.stats, self.stats.get(name))

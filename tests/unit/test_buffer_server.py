@@ -223,6 +223,18 @@ async def test_an_engine_that_complains_at_length_keeps_no_answer_from_a_trainer
         assert [reason.strip() for reason in failed.reasons.values()] == ["no"]
 
 
+async def test_a_chunk_that_fails_at_length_is_refused_briefly():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        (chunk,) = await engine.chunks()
+        fields = {"request_id": chunk.request_id, "attempt": chunk.attempt, "message": "no" * 2**20}
+        await engine.say(wire.ChunkFailed(code="invalid_field", fatal=True, **fields))
+        (refused,) = await trainer.hear(wire.Refused)
+        assert "nono" in refused.message
+        assert len(refused.message) < 2**13
+
+
 @pytest.mark.parametrize("kind", ["top_logprobs", "top_logprobs <f4 x", "top_logprobs <f4 -1", "x |u1 3"])
 async def test_what_is_beside_streamed_tokens_and_cannot_be_read_ends_its_engine_alone(kind):
     async with buffer() as world:
