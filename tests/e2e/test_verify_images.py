@@ -31,7 +31,6 @@ def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, st
     return verify(folder, prompts, model, "--set", "engine.max_model_len=400", *options)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("turns", "cells"),
     [((), "chunk-16,migrate"), pytest.param(("--turns",), "turns-migrate", marks=pytest.mark.breadth)],

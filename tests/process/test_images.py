@@ -35,7 +35,6 @@ async def rolled(client: RolloutClient) -> list[list[int]]:
 
 
 @pytest.mark.breadth
-@pytest.mark.timeout(120)
 async def test_whoever_is_killed_while_images_travel_gets_them_again(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     async with LocalSystem(load(None, {}, SETTINGS), 2) as system, RolloutClient(system.endpoint) as client:

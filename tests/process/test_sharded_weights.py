@@ -30,7 +30,6 @@ def start(folder, endpoint, seconds=60):
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(180)
 async def test_two_ranks_send_their_shards_and_both_hear_of_the_outcome(tmp_path):
     from sharded_trainer import whole
 
@@ -47,7 +46,6 @@ async def test_two_ranks_send_their_shards_and_both_hear_of_the_outcome(tmp_path
             assert (await client.status()).weight_version == 2
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("dies", [0, 1])
 async def test_a_rank_whose_other_one_dies_ends_with_an_error(tmp_path, dies):
     async with LocalSystem(load(None, {}, SETTINGS), 1) as system:
