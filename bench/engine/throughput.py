@@ -29,7 +29,8 @@ from typing import Any
 from lib.hardware import machine
 
 CELLS = tuple(f"{tokens}x{batch}" for tokens in (16, 64, 512) for batch in (1, 8, 64, 256))
-MOST_AT_ONCE, MOST_TOKENS, RUN_TOKENS = 256, 512, 16_384
+MOST_AT_ONCE, MOST_TOKENS, IN_A_ROW, RUN_TOKENS = 256, 2_048, 512, 16_384
+MODEL_LEN = MOST_TOKENS + 256
 PROMPT = (1, 9, 7, 5, 3)
 READY = "ready"
 
@@ -46,7 +47,7 @@ def bare(model: str, cores: str, **engine: object) -> Round:
     """Return a round of `vllm.LLM.generate`."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, dtype="float32", max_num_seqs=MOST_AT_ONCE, max_model_len=1024, **engine)
+    llm = LLM(model, dtype="float32", max_num_seqs=MOST_AT_ONCE, max_model_len=MODEL_LEN, **engine)
 
     def run(tokens: int, batch: int) -> None:
         params = SamplingParams(
@@ -81,7 +82,7 @@ def seer(model: str, cores: str) -> Round:
     from seer.services.engine.backend import Chunk
     from seer.services.engine.vllm.backend import VllmBackend
 
-    config = EngineConfig(max_num_seqs=MOST_AT_ONCE, max_model_len=1024, kv_cache_gib=1.0, cpu_cores=cores)
+    config = EngineConfig(max_num_seqs=MOST_AT_ONCE, max_model_len=MODEL_LEN, kv_cache_gib=1.0, cpu_cores=cores)
     backend = VllmBackend(config, SharedConfig(model=model))
     backend.start()
 
@@ -129,7 +130,7 @@ def size(cell: str) -> tuple[int, int, int]:
     tokens, batch = map(int, cell.split("x"))
     if not 0 < tokens <= MOST_TOKENS or not 0 < batch <= MOST_AT_ONCE:
         raise SystemExit(f"cell {cell}: at most {MOST_TOKENS}x{MOST_AT_ONCE}")
-    return tokens, batch, max(1, min(MOST_TOKENS // tokens, RUN_TOKENS // (tokens * batch)))
+    return tokens, batch, max(1, min(IN_A_ROW // tokens, RUN_TOKENS // (tokens * batch)))
 
 
 class Contestant:
