@@ -82,7 +82,9 @@ def seer(model: str, cores: str) -> Round:
     from seer.services.engine.backend import Chunk
     from seer.services.engine.vllm.backend import VllmBackend
 
-    config = EngineConfig(max_num_seqs=MOST_AT_ONCE, max_model_len=MODEL_LEN, kv_cache_gib=1.0, cpu_cores=cores)
+    config = EngineConfig(
+        max_num_seqs=MOST_AT_ONCE, max_model_len=MODEL_LEN, kv_cache_gib=1.0, cpu_cores=cores
+    )
     backend = VllmBackend(config, SharedConfig(model=model))
     backend.start()
 

@@ -40,6 +40,15 @@ def test_a_folder_is_replayed_incarnation_by_incarnation(log):
     assert lines[4].startswith("  2 rollouts, ")
 
 
+def test_a_segment_whose_header_was_cut_off_is_left_out(log):
+    last = log_folder.segments(log)[-1]
+    cut = last.with_name(f"{3:016x}-{last.name.partition('-')[2]}")
+    cut.write_bytes(last.read_bytes()[:100])
+    result = replay(log)
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) == 6
+
+
 def test_one_segment_is_replayed_alone(log):
     path = log_folder.segments(log)[-1]
     result = replay(path)

@@ -51,6 +51,12 @@ def incarnations(folder: Path) -> list[list[Path]]:
     return list(found.values())
 
 
+def begun(path: Path) -> bool:
+    """Return whether a file has a whole first line; its writer may have been killed before."""
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
 def submitted(path: Path) -> list[Submission]:
     """Return the rollouts submitted in a segment, up to the first line that cannot be read."""
     submissions: dict[Submission, None] = {}

@@ -10,7 +10,7 @@ from seer import __version__
 from seer.common.errors import InvalidField
 from seer.common.process.log import printable
 from seer.services.buffer.events import Joined
-from seer.services.buffer.log.log_folder import incarnations
+from seer.services.buffer.log.log_folder import begun, incarnations
 from seer.services.buffer.log.replay import replay_incarnation
 from seer.services.buffer.log.rows import Header, LogError, Submission, read
 from seer.services.buffer.requests.events import GroupsSubmitted
@@ -21,7 +21,8 @@ def run(log: Path) -> int:
 
     Raises `InvalidField` for a folder without logs.
     """
-    found = incarnations(log) if log.is_dir() else [[log]]
+    given = incarnations(log) if log.is_dir() else [[log]]
+    found = [whole for paths in given if (whole := list(filter(begun, paths)))]
     if not found:
         raise InvalidField("LOG", str(log), "holds no log of a buffer")
     return max([_replay(paths) for paths in found])

@@ -32,6 +32,7 @@ from seer.services.buffer.events import (
     ToTrainer,
 )
 from seer.services.buffer.log import rows
+from seer.services.buffer.log.log_folder import begun
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import GroupState
 
@@ -61,7 +62,7 @@ def log_files(log: Path, named: str = "LOG") -> Iterator[list[Path]]:
     fix = "give a folder or file that buffer.log wrote"
     try:
         files = sorted(log.glob("*.jsonl")) if log.is_dir() else [log]
-        files = [path for path in files if _begun(path)]
+        files = [path for path in files if begun(path)]
         if not files:
             raise InvalidField(named, str(log), f"holds no log: {fix}")
         yield files
@@ -69,12 +70,6 @@ def log_files(log: Path, named: str = "LOG") -> Iterator[list[Path]]:
         raise InvalidField(named, str(log), f"{error.strerror}; {fix}") from error
     except rows.LogError as error:
         raise InvalidField(named, str(log), str(error)) from error
-
-
-def _begun(path: Path) -> bool:
-    """Return whether a file has a whole first line; its writer may have been killed before."""
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
 
 
 class _Engine:
