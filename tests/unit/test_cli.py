@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -138,6 +139,20 @@ def test_a_run_s_name_follows_from_its_file_whatever_bytes_name_it() -> None:
     names = [os.fsdecode(name) for name in (b"out.jsonl", b"\xff.jsonl", b"\xfe.jsonl")]
     jobs = [types.SimpleNamespace(out=Path("/x") / name) for name in names]
     assert len({rollout_job._name_of(job, {}) for job in jobs}) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_a_disk_that_fills_is_no_traceback(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code), "lines.json.part")
+
+    monkeypatch.setattr("seer.doctor.checkup.run", fails)
+    result = CliRunner().invoke(main, ["doctor", "--json", str(tmp_path / "lines.json")])
+    assert result.exit_code == 1
+    assert os.strerror(code) in result.output
+    assert "lines.json.part" in result.output
 
 
 def test_nobody_to_connect_to_is_exit_code_1(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

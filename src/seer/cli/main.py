@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 some or all of the work failed; 2 bad input or configurati
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ from seer.cli.options import (
 )
 from seer.cli.service_commands import COMMANDS
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class _Cli(click.Group):
     """Turns expected errors into one line and an exit code."""
@@ -50,6 +53,11 @@ class _Cli(click.Group):
 
             click.echo(printable(f"error: {error}"), err=True)
             sys.exit(2 if isinstance(error, ConfigError | InvalidField) else 1)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            click.echo(f"error: {error}: make room, and run it again", err=True)
+            sys.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(130)

@@ -49,6 +49,11 @@ def _is_json(value: Figure) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _cut(text: str) -> str:
+    """Return a text up to its bound, without a word that it cuts: a bundle finds whole secrets alone."""
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rsplit(None, 1)[0]
+
+
 class Report:
     """Where a check writes its lines. `config`: the file with the configuration that is checked, if any."""
 
@@ -75,7 +80,7 @@ class Report:
 
     def _write(self, status: Status, text: str, fix: str, figures: Mapping[str, Figure]) -> None:
         plain = {name: value if _is_json(value) else str(value) for name, value in figures.items()}
-        line = Line(self._check, status, text[:MAX_TEXT], fix[:MAX_TEXT], plain)
+        line = Line(self._check, status, _cut(text), _cut(fix), plain)
         self._to.write(json.dumps(asdict(line)) + "\n")
         self._to.flush()
 
