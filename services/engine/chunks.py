@@ -150,7 +150,9 @@ def _take_fitting(
         total += sum(each.nbytes for parts in run.extras.values() for each in parts)
         if end is not None:
             total += 4 * len(end.stop_reason) + (0 if end.routes is None else end.routes.nbytes)
-        fit += total <= MESSAGE_BYTES
+        if total > MESSAGE_BYTES:
+            break
+        fit += 1
     fit = max(1, fit)
     taken, ended[:] = ended[:fit], ended[fit:]
     return taken, {name: streaming.pop(name) for name in list(streaming)[: fit - len(taken)]}

@@ -97,3 +97,22 @@ def test_texts_of_one_flush_leave_in_messages_that_the_buffer_reads():
         done = reader.decode(codec.encode(done_message(ended, 0, {})))
         found += [result.request_id for result in done.results]
     assert found == [str(index) for index in range(300)]
+
+
+def test_results_that_wait_for_a_later_message_are_not_measured_for_each():
+    class Extras(dict):
+        looks = 0
+
+        def values(self):
+            self.looks += 1
+            return super().values()
+
+    ended, all_extras = [], []
+    for index in range(8):
+        run = start_chunk(order(), 3)
+        run.extras = Extras({beside.TOP_LOGPROBS: [np.zeros((1, 2**21), np.float32)]})  # 8 MiB
+        all_extras.append(run.extras)
+        ended.append((ChunkEnd(request_id=str(index), attempt=3, finish="stop"), run))
+    while ended:
+        done_message(ended, 0, {})
+    assert max(extras.looks for extras in all_extras) <= 2
