@@ -139,7 +139,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except msgspec.ValidationError as error:
             why, _, where = str(error).rpartition("`$.")
             name = re.split(r"\W", where)[0]
-            fix = f"{why.removesuffix(' - at ').removesuffix(' in ')}: give plain Python values"
+            give = "fewer" if " of length " in why else "plain Python values"
+            fix = f"{why.removesuffix(' - at ').removesuffix(' in ')}: give {give}"
             raise InvalidField(f"{field}.{name}", getattr(self, name), fix) from error
         for name in self.__struct_fields__:
             value = getattr(self, name)

@@ -144,3 +144,11 @@ def test_alternatives_are_bounded_and_are_not_of_processed_logits():
     SamplingParams(max_tokens=2**24).check_alternatives(4096, 2**24)
     with pytest.raises(InvalidField, match="top_logprobs = 0: needs logprobs scaled or raw"):
         SamplingParams(logprobs="processed", top_logprobs=0).check()
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias"])
+def test_far_too_many_entries_are_to_be_fewer(field):
+    many = dict.fromkeys(range(70_000), 1.0)
+    value = {"stop": ("a",) * 70_000, "stop_token_ids": tuple(many), "logit_bias": many}[field]
+    with pytest.raises(InvalidField, match=rf"sampling\.{field} = .*: give fewer$"):
+        SamplingParams(**{field: value}).check()
