@@ -111,6 +111,7 @@ def test_tokens_are_those_without_drafts(
     assert way(backend) == expected_ways[way.__name__]
     after = backend.stats()
     assert after.drafted_tokens - before.drafted_tokens > after.accepted_tokens - before.accepted_tokens > 0
+    assert after.draft_seconds > before.draft_seconds
     assert not backend.core.has_steps_under_way
     assert after.free_blocks == BLOCKS
 

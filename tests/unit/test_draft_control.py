@@ -17,7 +17,7 @@ class Ranks:
     """Two ranks, of which the first drafts; `waited` and `sent` are the calls."""
 
     def __init__(self):
-        self.waited, self.sent, self.learned, self.problem = [], [], {}, None
+        self.waited, self.sent, self.learned, self.problem, self.took = [], [], {}, None, 2.0
 
     def rpc(self, method, **arguments):
         self.waited.append(method)
@@ -32,7 +32,7 @@ class Ranks:
         assert method == "seer_change_drafting"
         self.sent.append([(name, next(iter(given.values()))) for name, given in arguments["changes"]])
         future = Future()
-        future.set_exception(self.problem) if self.problem else future.set_result([None, None])
+        future.set_exception(self.problem) if self.problem else future.set_result([self.took, 0.0])
         return future
 
 
@@ -87,6 +87,21 @@ def test_ends_of_a_step_are_one_call_and_a_rank_that_does_not_draft_says_nothing
         control.count(name, 2, 1)
     assert control.take_acceptance(["b", "a", "b"]) == {"a": ([4], [2]), "b": ([1], [1])}
     assert (ranks.waited, control.seconds) == (["seer_take_acceptance"], 2.5)
+
+
+def test_ahead_the_time_that_drafts_took_comes_with_a_later_step_and_nobody_waits(ranks):
+    control = Drafting(ranks.rpc, ranks.send, DraftsConfig(), 100, lambda length: None)
+    control.count("g", 2, 1)
+    assert control.take_acceptance(["g"]) == {}
+    for _ in range(3):
+        control.flush()
+    assert (ranks.sent, ranks.waited) == ([[]], [])
+    assert control.counts()["draft_seconds"] == 2.0
+    ranks.took = 1.5  # as of a call that was sent before the last one that was waited for
+    control.begin(chunk())
+    for _ in range(2):
+        control.flush()
+    assert control.seconds == 2.0
 
 
 def test_nobody_is_asked_about_trees_whose_drafts_were_not_verified(ranks):

@@ -132,10 +132,15 @@ class SeerWorker:
             self.seer_sampler.paths = self.seer_paths
             runner.speculator.path_selector = PathSelector(len(scratch) // each)
 
-    def seer_change_drafting(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
-        """Open, feed and forget trees, switch drafts, in order: methods of `TreeSpeculator`."""
+    def seer_change_drafting(self, changes: list[tuple[str, dict[str, Any]]]) -> float:
+        """Open, feed and forget trees, switch drafts, in order: methods of `TreeSpeculator`.
+
+        Returns this rank's seconds spent on drafts so far.
+        """
+        drafter = self.model_runner.speculator
         for name, arguments in changes:
-            getattr(self.model_runner.speculator, name)(**arguments)
+            getattr(drafter, name)(**arguments)
+        return float(drafter.seconds)
 
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""

@@ -65,6 +65,7 @@ class Drafting:
         self._send = send
         self._queued: list[tuple[str, dict[str, Any]]] = []
         self._sent: Future[Any] | None = None
+        self._ends = False  # whether drafts of chunks that ended since the last send took time
         self._config = config
         self._vocab_size = vocab_size
         self._open: set[str] = set()
@@ -191,9 +192,10 @@ class Drafting:
         Called when chunks end: it is a call to every rank. The time that drafting took comes with it.
         """
         asked = self._verified.intersection(names)
-        if not asked or self._draft_next is not None:  # ahead, ranks choose nothing, and are not waited for
-            return {}
         self._verified -= asked
+        if not asked or self._draft_next is not None:  # ahead, ranks choose nothing, and are not waited for
+            self._ends |= bool(asked)
+            return {}
         answers = self._rpc("seer_take_acceptance", groups=sorted(asked))
         # Only the rank that drafts has any.
         self.seconds, learned = max(answers, key=lambda answer: len(answer[1]))
@@ -235,12 +237,15 @@ class Drafting:
         self._rpc("seer_use_common_tree", enabled=self._config.source != "own")
 
     def flush(self) -> None:
-        """Send what is queued; a step that follows comes after it. Raises what failed the last time."""
+        """Send what is queued; a step that follows comes after it. Raises what failed the last time.
+
+        The time that drafting took comes back, some steps late.
+        """
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.result()
-        if self._queued:
-            queued, self._queued = self._queued, []
+            self.seconds = max(self.seconds, *sent.result())
+        if self._queued or self._ends:
+            queued, self._queued, self._ends = self._queued, [], False
             self._sent = self._send("seer_change_drafting", changes=queued)
 
     def _queue(self, method: str, **arguments: Any) -> None:  # noqa: ANN401 - of a `TreeSpeculator`
