@@ -6,7 +6,8 @@ import pytest
 from seer.common.policy.draft_budget import PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import SEPARATOR as S
-from seer.services.engine.vllm.drafts.path_selector import MAX_BATCH, PathSelector
+from seer.common.policy.draft_shape import MAX_REQUESTS
+from seer.services.engine.vllm.drafts.path_selector import PathSelector
 
 WIDTH = 8
 # Two paths 10 11 12 and 10 20 21, and a third one, 30.
@@ -90,8 +91,8 @@ def test_siblings_of_a_step_have_scratch():
 
 
 def test_large_batches_and_single_paths_are_left_alone():
-    assert made().wanted(MAX_BATCH)
-    assert not made().wanted(MAX_BATCH + 1)
+    assert made().wanted(MAX_REQUESTS)
+    assert not made().wanted(MAX_REQUESTS + 1)
     assert not made(1).wanted(1)
 
 

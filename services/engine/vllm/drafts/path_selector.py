@@ -16,9 +16,7 @@ import numpy.typing as npt
 
 from seer.common.policy.draft_budget import HIGH_WEIGHT, PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_paths import Fork, extra_paths, join, paths_of
-
-MAX_BATCH = 8
-"""Largest batch that may have several paths: in larger ones a row costs more than a path saves."""
+from seer.common.policy.draft_shape import MAX_REQUESTS
 
 Ints = npt.NDArray[np.int32]
 
@@ -45,7 +43,7 @@ class PathSelector:
     def wanted(self, batch: int) -> bool:
         """Whether to draft trees for a step of `batch` requests; call it once a step, after `accepted`."""
         self._firsts = {}
-        if self.most_paths == 1 or batch > MAX_BATCH:
+        if self.most_paths == 1 or batch > MAX_REQUESTS:
             return False
         if self._barren >= PAUSE_AFTER_STEPS:
             self._rested += 1
