@@ -7,40 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from random import Random
 
-MODEL = Path(__file__).parents[1] / "examples/countdown/model"
+from scheduler_cells import BLOCK, IMAGE_BUDGET, LONGEST, Cell, configured
 
-BLOCK = 4
-LONGEST = 48
 MOST_STEPS = 1000
-IMAGE_BUDGET = 12
-"""Tokens of images that a step may encode, and that may be kept."""
 
-STOP, EOS = 7, 8
-"""Tokens below `STOP` are plain."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A configuration. `ahead`: two steps are under way; `window`: some layers attend to so many tokens alone."""
-
-    ahead: bool = False
-    drafts: int = 0
-    window: int = 0
-    chunked: int = 0
-    priority: bool = False
-    connector: bool = False
-    caching: bool = True
-    images: bool = False
-    dynamic: bool = False
-    blocks: int = 14
-    seats: int = 5
-    budget: int = 20
+STOP, EOS, REFUSED = 7, 8, 5
+"""Tokens below `REFUSED` are plain; that one no grammar takes."""
 
 
 def plain(value: object) -> object:
@@ -81,7 +58,10 @@ ASKED = (
 )  # fmt: skip
 """Attributes of a scheduler that make up its state, beside its requests, its queues and its blocks."""
 
-UNASKED = {"events", "_block_hasher", "output_token_ids", "all_token_ids", "_prompt_embeds_per_block_hashes"}
+UNASKED = {
+    "events", "_block_hasher", "output_token_ids", "all_token_ids", "_prompt_embeds_per_block_hashes",
+    "structured_output_request",
+}  # fmt: skip
 """Attributes of a request that say nothing, or what others say, too."""
 
 
@@ -97,6 +77,8 @@ def state_of(scheduler: object) -> dict[str, object]:
     ]
     for name, request in scheduler.requests.items():
         state[f"request {name}"] = plain({k: v for k, v in vars(request).items() if k not in UNASKED})
+        if request.use_structured_output:
+            state[f"grammar {name}"] = plain(request.structured_output_request.grammar)
     state["requests"] = list(scheduler.requests)
     for place, each in enumerate(manager.coordinator.single_type_managers):
         tables = {
@@ -129,63 +111,18 @@ def differences(theirs: object, ours: object) -> str:
     return f"vLLM {theirs}\nSeer {ours}"
 
 
-@functools.cache
-def configured(cell: Cell) -> tuple[object, object]:
-    """Return the configurations of a cell, of vLLM and of its KV."""
-    import torch
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        KVTransferConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        SpeculativeConfig,
-        VllmConfig,
-    )
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
+@dataclass
+class Grammar:
+    """Takes all tokens but `REFUSED`, and of drafts only some."""
 
-    model = ModelConfig(model=str(MODEL), dtype="float32", max_model_len=LONGEST, skip_tokenizer_init=True)
-    speculation = None
-    if cell.drafts:
-        speculation = SpeculativeConfig(
-            method="custom_class", model="nothing.Proposer", num_speculative_tokens=cell.drafts,
-            target_model_config=model, target_parallel_config=ParallelConfig(),
-        )  # fmt: skip
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=cell.caching)
-    cache.num_gpu_blocks = cell.blocks + 1  # vLLM's null block
-    scheduler = SchedulerConfig(
-        max_num_seqs=cell.seats, max_num_batched_tokens=cell.budget, max_model_len=LONGEST,
-        is_encoder_decoder=False, async_scheduling=False, policy="priority" if cell.priority else "fcfs",
-    )  # fmt: skip
-    transfer = None
-    if cell.connector:
-        transfer = KVTransferConfig(
-            kv_connector="RecordingConnector",
-            kv_connector_module_path="recording_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",  # as `transfer_config` of the KV pool says
-        )
-    config = VllmConfig(
-        model_config=model, scheduler_config=scheduler, cache_config=cache, device_config=DeviceConfig("cpu"),
-        speculative_config=speculation, kv_transfer_config=transfer,
-    )  # fmt: skip
-    config.scheduler_config.async_scheduling = cell.ahead  # which vLLM refuses on CPUs
-    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-    if cell.window:
-        groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**shape, sliding_window=cell.window)))
-    if cell.chunked:
-        groups.append(
-            KVCacheGroupSpec(["local"], ChunkedLocalAttentionSpec(**shape, attention_chunk_size=cell.chunked))
-        )
-    return config, KVCacheConfig(num_blocks=cell.blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
+    taken: list[int] = field(default_factory=list)
+
+    def accept_tokens(self, _name: str, tokens: list[int]) -> bool:
+        self.taken += tokens
+        return REFUSED not in tokens
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens[: (len(self.taken) + sum(tokens)) % (len(tokens) + 1)]
 
 
 @dataclass
@@ -220,6 +157,7 @@ class Pair:
         for each in (self.theirs, self.ours):
             each.use_v2_model_runner = True
             each.needs_kv_cache_zeroing = True  # as on CPUs, see `KvAccount.zero_new`
+            each.num_lookahead_tokens = cell.lookahead
             for manager in each.kv_cache_manager.coordinator.single_type_managers:
                 manager._record_new_block_ids = True
             if cell.dynamic:  # how many drafts, by how many requests
@@ -234,12 +172,14 @@ class Pair:
         self.failed: set[int] = set()  # blocks that could not be loaded
         self.stuck: list[str] = []  # requests of which a step sampled nothing
         self.batch: list[str] = []  # the model's order of rows
+        self.compiling: list[tuple[Future[Grammar], Future[Grammar]]] = []  # of both, of each request
 
     # --- what may happen ------------------------------------------------------------------
 
     def add(self, prompt: list[int], length: int, **sampling: object) -> str:
         """Add a request with at most so many new tokens."""
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.request import Request
 
         self.count += 1
@@ -250,15 +190,26 @@ class Pair:
             temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, **extra
         )
         params._eos_token_id = self.random.choice((EOS, None))
-        for scheduler in (self.theirs, self.ours):
-            scheduler.add_request(
-                Request(
-                    name, list(prompt), params, None, block_hasher=self.hasher, arrival_time=float(self.count),
-                    priority=priority, client_index=self.count % 2, mm_features=list(images),
-                )
+        grammars = Future(), Future()
+        if self.cell.grammars and self.random.random() < 0.3:
+            params.structured_outputs = StructuredOutputsParams(regex="1")
+            self.compiling.append(grammars)
+        for scheduler, grammar in zip((self.theirs, self.ours), grammars, strict=True):
+            request = Request(
+                name, list(prompt), params, None, block_hasher=self.hasher, arrival_time=float(self.count),
+                priority=priority, client_index=self.count % 2, mm_features=list(images),
             )  # fmt: skip
+            if request.use_structured_output:
+                request.structured_output_request.grammar = grammar
+            scheduler.add_request(request)
         self.same_state()
         return name
+
+    def compile(self) -> None:
+        """Have a grammar that is waited for, or the error of one that cannot be had."""
+        wrong = self.random.random() < 0.2
+        for grammar in self.compiling.pop(self.random.randrange(len(self.compiling))):
+            grammar.set_exception(ValueError("wrong")) if wrong else grammar.set_result(Grammar())
 
     def images(self, length: int) -> list[object]:
         """Return images of which some are equal to those of other requests, somewhere in a prompt."""
@@ -331,8 +282,11 @@ class Pair:
         """Have both schedule a step."""
         length = min(self.cell.drafts, self.random.choice((0, 1, 2, 4, 8)))
         self.theirs.draft_length = self.ours.draft_length = length
-        short, expected = self.ours.short_schedules, self.decodes_alone()
-        theirs, ours = self.theirs.schedule(), self.ours.schedule()
+        if self.compiling and self.random.random() < 0.5:
+            self.compile()
+        throttled = self.cell.throttled and self.random.random() < 0.2
+        short, expected = self.ours.short_schedules, self.decodes_alone() and not throttled
+        theirs, ours = self.theirs.schedule(throttled), self.ours.schedule(throttled)
         assert plain(theirs) == plain(ours), differences(plain_fields(theirs), plain_fields(ours))
         self.steps += 1
         self.drafted += sum(map(len, theirs.scheduled_spec_decode_tokens.values()))
@@ -352,6 +306,9 @@ class Pair:
         drafted = scheduled.scheduled_spec_decode_tokens
         for name in scheduled.num_scheduled_tokens:
             request = self.theirs.requests[name]
+            if request.use_structured_output:
+                assert not request.spec_token_ids
+                continue
             computed, last = request.num_computed_tokens, request.num_prompt_tokens + request.max_tokens - 1
             room = 0 if request.is_prefill_chunk else min(last, LONGEST - 1) - computed - 1
             assert request.spec_token_ids == [-1] * min(length, room)
@@ -366,7 +323,7 @@ class Pair:
             request.num_tokens + request.num_output_placeholders == request.num_computed_tokens + 1
             and not request.is_prefill_chunk
             and not request.num_stale_output_tokens
-            and request.sampling_params.repetition_detection is None
+            and is_short(request)
             and request.num_tokens > 2
             for request in theirs.running
         ) and any(
@@ -380,7 +337,7 @@ class Pair:
         rows = len(self.theirs.running)
         groups = len(self.theirs.kv_cache_manager.coordinator.single_type_managers)
         free = self.theirs.kv_cache_manager.block_pool.get_num_free_blocks()
-        each = 1 + -(-self.cell.drafts // BLOCK)
+        each = 1 + -(-(self.cell.drafts + self.cell.lookahead) // BLOCK)
         longest = max(request.num_computed_tokens for request in self.theirs.running)
         return (
             free >= each * rows * groups
@@ -409,12 +366,16 @@ class Pair:
         from vllm.v1.request import RequestStatus
 
         found = [self.theirs.requests.get(name) for name in begun.theirs.num_scheduled_tokens]
-        return bool(found) and all(
-            request.status is RequestStatus.RUNNING
-            and not request.num_stale_output_tokens
-            and request.sampling_params.repetition_detection is None
-            for request in found
-            if request is not None
+        return (
+            bool(found)
+            and not self.theirs.grammar_compile_error_reqs
+            and all(
+                request.status is RequestStatus.RUNNING
+                and not request.num_stale_output_tokens
+                and is_short(request)
+                for request in found
+                if request is not None
+            )
         )
 
     def produce(self, begun: Begun) -> object:
@@ -470,7 +431,8 @@ class Pair:
         )  # fmt: skip
 
     def token(self) -> int:
-        return self.random.choice((STOP, EOS)) if self.random.random() < 0.03 else self.random.randrange(2)
+        odd = (STOP, EOS, REFUSED) if self.cell.grammars else (STOP, EOS)
+        return self.random.choice(odd) if self.random.random() < 0.03 else self.random.randrange(2)
 
     @staticmethod
     def copy(produced: object) -> object:
@@ -491,6 +453,11 @@ class Pair:
     def same_state(self) -> None:
         theirs, ours = state_of(self.theirs), state_of(self.ours)
         assert theirs == ours, differences(theirs, ours)
+
+
+def is_short(request: object) -> bool:
+    """Say whether a request goes the short way while it decodes."""
+    return not request.use_structured_output and request.sampling_params.repetition_detection is None
 
 
 def plain_fields(value: object) -> dict[str, object]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from scheduler_pair import Cell, Pair
+from scheduler_cells import Cell
+from scheduler_pair import Pair
 
 pytestmark = pytest.mark.vllm
 
@@ -51,6 +52,21 @@ CELLS = [
     Cell(ahead=True, drafts=8, dynamic=True, chunked=8, blocks=40, budget=30),
     Cell(ahead=True, drafts=4, dynamic=True, images=True, blocks=30),
     Cell(ahead=True, drafts=4, dynamic=True, connector=True, blocks=20),
+    Cell(drafts=3, lookahead=3, dynamic=True, blocks=30, throttled=True),
+    Cell(ahead=True, drafts=4, lookahead=4, dynamic=True, blocks=30, budget=30),
+    Cell(grammars=True, throttled=True),
+    Cell(drafts=4, grammars=True, blocks=30, budget=64),
+    Cell(ahead=True, drafts=4, dynamic=True, grammars=True, blocks=30, budget=64),
+    Cell(
+        ahead=True,
+        drafts=4,
+        dynamic=True,
+        grammars=True,
+        connector=True,
+        priority=True,
+        images=True,
+        blocks=30,
+    ),
 ]
 
 SAMPLING = [{}] * 8 + [{"min_tokens": 1}, {"stop_token_ids": []}, {"repetition_detection": (1, 3)}]
