@@ -22,7 +22,7 @@ from itertools import count
 from seer.common import wire
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
-from seer.services.buffer.events import Joined, ToEngine, ToIncarnation
+from seer.services.buffer.events import Joined, ToIncarnation
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.request_machine import RequestMachine
 from seer.services.context.context_machine import EstimateMachine
@@ -183,8 +183,6 @@ class Cluster:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)
-                case ToEngine(name, wire.EndChunks() as order):
-                    self._at(self.now + self.load.dispatch, self._end, self.instances[name], order)
                 case wire.GroupOpened() | wire.RequestProgress() | wire.GroupClosed():
                     self._learn(item)
                 case ToIncarnation(message=wire.Refused(message=why)):
@@ -271,15 +269,6 @@ class Cluster:
         if self._wakes[instance.name] == time:
             self._settle(instance)
             self._wake_at(instance)
-
-    def _end(self, instance: Instance, order: wire.EndChunks) -> None:
-        """End chunks where they stand."""
-        self._settle(instance)
-        for request_id, attempt in zip(order.request_ids, order.attempts, strict=True):
-            request = self.buffer.requests.get(request_id)
-            if request is not None and request.attempt == attempt:
-                instance.end(request_id, request.view.context + 1, self.now)
-        self._wake_at(instance)
 
     def _settle(self, instance: Instance) -> None:
         for chunk in instance.settle(self.now):

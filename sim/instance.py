@@ -204,15 +204,6 @@ class Instance:
     def _grow(self, steps: float) -> None:
         self.kv_tokens += self._gain * steps
 
-    def end(self, request_id: str, least: float, now: float) -> None:
-        """Have a running chunk end where it stands at `now`, with whole tokens, if these are `least`."""
-        self.advance(now)
-        chunk = self._running.get(request_id)
-        if chunk is None or (length := math.floor(self._clocks[chunk.kind] + chunk.base + EPSILON)) < least:
-            return
-        chunk.end = min(chunk.end, length)
-        heapq.heappush(self._ends[chunk.kind], (chunk.end - chunk.base, next(self._order), chunk))
-
     def settle(self, now: float) -> list[Chunk]:
         """Advance to `now`; return the chunks that ended, in the order of their admission."""
         self.advance(now)

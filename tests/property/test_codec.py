@@ -62,8 +62,8 @@ def values(kind):
 def of_several(kind):
     """Return a strategy for a type that is made of others."""
     match kind:
-        case inspect.ListType(item_type=item):
-            return st.lists(values(item), max_size=4)
+        case inspect.ListType(item_type=item, max_length=most):
+            return st.lists(values(item), max_size=min(4, 4 if most is None else most))
         case inspect.VarTupleType(item_type=item):
             return st.lists(values(item), max_size=4).map(tuple)
         case inspect.TupleType(item_types=items):

@@ -227,7 +227,7 @@ def test_without_matplotlib_it_says_what_to_install(
         (["--between", "1.5"], "Invalid value for '--between'"),
         (["--plan", "0"], "Invalid value for '--plan'"),
         (["--seeds", "0"], "Invalid value for '--seeds'"),
-        (["--json", "/nonexistent/report.json"], "--json = '/nonexistent/report.json': give a file in an existing"),
+        (["--json", "/nonexistent/report.json"], "--json = '/nonexistent/report.json': No such file or directory; give a file in an"),
     ],
 )  # fmt: skip
 def test_bad_input_is_exit_code_2_before_anything_runs(
