@@ -168,7 +168,7 @@ def test_a_broken_third_line_is_named(folder: Path, line: str, told: str) -> Non
         (("--connect", "nonsense"), "endpoint = 'nonsense': write tcp://host:port or ipc://path"),
         (("--connect", "tcp://127.0.0.1:99999"), "with a port below 65536"),
         (("--set", "endpoints.dgds=http://x"), "endpoints.dgds = 'http://x': write tcp://host:port"),
-        (("--out", "none/out.jsonl"), "--out = 'none/out.jsonl': give a file in an existing folder"),
+        (("--out", "none/out.jsonl"), "--out = 'none/out.jsonl': No such file or directory; give a file in"),
         (("--report", "/dev/full"), "--report = '/dev/full': give a file"),
     ],
 )  # fmt: skip
