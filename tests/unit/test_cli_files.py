@@ -200,6 +200,6 @@ def test_a_journal_that_was_cut_off_is_begun_anew_and_another_file_is_left_alone
             assert path.read_bytes() == head
     path.write_text("what I did today")
     for resume in (False, True):
-        with pytest.raises(InvalidField, match=r"notes\.journal"):
+        with pytest.raises(InvalidField, match="journal"):
             Journal.open(out, {"model": "m"}, resume=resume)
     assert path.read_text() == "what I did today"

@@ -51,7 +51,10 @@ def _is_json(value: Figure) -> bool:
 
 def _cut(text: str) -> str:
     """Return a text up to its bound, without a word that it cuts: a bundle finds whole secrets alone."""
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rsplit(None, 1)[0]
+    if len(text) <= MAX_TEXT:
+        return text
+    words = text[:MAX_TEXT].rpartition(" ")[0]
+    return words if len(words) > MAX_TEXT // 2 else text[:MAX_TEXT]
 
 
 class Report:
