@@ -12,7 +12,7 @@ _DEPTH = 8
 
 KEPT = (
     r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$|register\.sleeping$",  # of a fixed size
-    r"[._]incarnations$|_peers$|(_peers|engines)\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
+    r"[._]incarnations$|_peers$|(_peers|engines)\.registered$|_removed$|_ended$|_retired$|[._]warned$",  # bounded: of those who were here lately
     r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"\.conversations\._table$",  # columns of a fixed length
     r"^ContextServer\.machine\.estimator",  # what lengths were like

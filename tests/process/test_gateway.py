@@ -706,7 +706,7 @@ async def test_a_buffer_that_is_killed_and_comes_back(system: GatewaySystem, htt
 
 async def test_several_processes(system: GatewaySystem, tmp_path: Path) -> None:
     system.start_gateways({"several": ("gateway.workers=3",)})
-    body = {"prompt": "1", "max_tokens": 250, "ignore_eos": True}
+    body = {"prompt": "1", "max_tokens": 800, "ignore_eos": True}
     before = children(system.processes["several"].pid)
     assert len(before) == 3
     async with other(system, "several") as http:

@@ -139,7 +139,7 @@ class OwnTerminal:
         self._before = termios.tcgetattr(self.stdin)
 
     def __enter__(self) -> Self:
-        tty.setcbreak(self.stdin)
+        tty.setcbreak(self.stdin, termios.TCSADRAIN)  # keys that were pressed before stay
         try:
             self.live.start()
         except BaseException:
