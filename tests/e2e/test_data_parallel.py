@@ -189,7 +189,7 @@ def until_saved(done: dict[str, Response], pool: PoolConfig) -> None:
         went_on = min(len(done[one.request_id].tokens), (length - 1) // SIZE * SIZE)
         blocks += (len(one.tokens) + went_on - 1) // BLOCK
     deadline = time.monotonic() + 60
-    while len(asyncio.run(ask_master(pool.metrics, "/get_all_keys")).split()) < blocks:
+    while len(asyncio.run(ask_master(pool.metrics, "/get_all_keys", 60)).split()) < blocks:
         assert time.monotonic() < deadline, "blocks do not come into the pool"
         time.sleep(0.05)
 

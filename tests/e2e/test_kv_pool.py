@@ -182,5 +182,5 @@ async def test_whatever_befalls_the_pool_changes_no_token(
 
 async def namespaces(running: System) -> set[str]:
     """Return what the keys in the pool begin with."""
-    keys = await ask_master(running.local.config.pool.metrics, "/get_all_keys")
+    keys = await ask_master(running.local.config.pool.metrics, "/get_all_keys", 60)
     return {key.partition("/")[0] for key in keys.split()}
