@@ -28,6 +28,12 @@ _MARK = ".seer-scratch"
 _MARK_TEXT = "A temporary folder of Seer, removed when no process holds the lock of this file.\n"
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or its nearest parent if it does not exist yet or lies in a folder of others."""
+    whole = path.absolute()
+    return next(each for each in (whole, *whole.parents) if os.path.exists(each))  # noqa: PTH110 - never raises
+
+
 def open_private(path: Path, mode: str, *, buffering: int = -1) -> BinaryIO:
     """Open a file of bytes as `open` does; nobody but its user may read or write it. Raises `OSError`."""
     return cast("BinaryIO", open(path, mode, buffering, opener=_private))

@@ -24,7 +24,7 @@ from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
 from seer.common.process.extras import ENGINE_FIX
-from seer.common.process.scratch import cache_folder
+from seer.common.process.scratch import cache_folder, nearest_existing
 from seer.services.engine.nodes.same_settings import Meeting
 from seer.services.engine.vllm import cpu_fp8
 
@@ -211,8 +211,7 @@ def check_compiler(cache: Path) -> None:
 
 def _forbids_code(folder: Path) -> bool:
     """Return whether files there may not be run; of a folder that does not exist yet, its nearest parent."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    return bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
+    return bool(os.statvfs(nearest_existing(folder)).f_flag & os.ST_NOEXEC)
 
 
 def _keep_out_of_tmpdir() -> None:

@@ -16,6 +16,7 @@ from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device, engine_defaults
 from seer.common.process.log import printable
 from seer.common.process.memory_limit import limit_bytes
+from seer.common.process.scratch import nearest_existing
 from seer.common.weights.safetensors import open_regular, stored
 from seer.config_check.advice import Advice, advice
 from seer.config_check.facts import MEAN_TOKENS, Facts
@@ -140,6 +141,4 @@ def shown(settings: Sequence[Row], wanted: Sequence[Advice], facts: Facts, confi
 
 def _room(config: Config) -> int:
     """Return the room where the spool is, or will be, on this machine."""
-    folder = Path(config.buffer.spool or tempfile.gettempdir()).absolute()
-    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # noqa: PTH110 - never raises
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(nearest_existing(Path(config.buffer.spool or tempfile.gettempdir()))).free

@@ -16,6 +16,7 @@ from pathlib import Path
 from seer.common.config import Config
 from seer.common.data_parallel import rank_weight_bytes
 from seer.common.process.memory_limit import free_bytes
+from seer.common.process.scratch import nearest_existing
 from seer.doctor.checked_config import given, model_bytes
 from seer.doctor.report_lines import Report
 from seer.local.hardware import EnginePlan, plan_engines
@@ -157,11 +158,7 @@ def judge_load(report: Report, load: float, cores: int) -> None:
 
 def judge_disk(report: Report, field: str, folder: Path, needed: int) -> None:
     """Judge the room in the folder of a setting; the nearest parent's, if it is yet to be made."""
-    there = next(
-        each
-        for each in (folder, *folder.absolute().parents)
-        if os.path.exists(each)  # noqa: PTH110 - never raises
-    )
+    there = nearest_existing(folder)
     free = shutil.disk_usage(there).free
     text = f"disk for {field}: {_gib(free)} free in {there}, {_gib(needed)} needed"
     report.expect(free >= needed, text, f"set {field} to a folder with more room")
